@@ -1,0 +1,28 @@
+# Sourced by smoke.sh and test.sh, in the repository's root: makes .venv, installs
+# ci/requirements.txt if it has changed since, and puts the GPT-2 vocabulary in place.
+
+for python in "${PYTHON:-}" python3 python3.12 python3.11; do
+  if [ -n "$python" ] && "$python" -c \
+    'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    break
+  fi
+  python=
+done
+if [ -z "$python" ]; then
+  echo "Python 3.11 or 3.12 is needed. Set PYTHON to its path." >&2
+  exit 1
+fi
+
+installed=.venv/installed-requirements.txt
+if ! cmp -s ci/requirements.txt "$installed"; then
+  echo "Installing ci/requirements.txt into .venv (a few minutes, once) ..."
+  "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r ci/requirements.txt
+  cp ci/requirements.txt "$installed"
+fi
+source .venv/bin/activate
+
+export TIKTOKEN_CACHE_DIR="$PWD/.venv/tiktoken"
+python ci/offline_vocabulary.py "$TIKTOKEN_CACHE_DIR"
+export RAY_ADDRESS=local # never join a cluster that happens to be here
+export GPT2_CONFIG=configs/smoke.yaml

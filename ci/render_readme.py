@@ -1,0 +1,52 @@
+"""Write README.md from README.ipynb.
+
+    python ci/render_readme.py           write it
+    python ci/render_readme.py --check   exit 1, with a diff, if it is out of date
+
+The notebook must be stored without outputs; --check says so if it is not.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def render(notebook_path: Path) -> str:
+    """The notebook's prose and code as Markdown."""
+    notebook = nbformat.read(notebook_path, as_version=4)
+    for index, cell in enumerate(notebook.cells):
+        if cell.get("outputs") or cell.get("execution_count"):
+            raise SystemExit(f"{notebook_path}: cell {index} has outputs; clear them.")
+    markdown, _ = MarkdownExporter().from_notebook_node(notebook)
+    return re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    readme = ROOT / "README.md"
+    rendered = render(ROOT / "README.ipynb")
+    if not check:
+        readme.write_text(rendered)
+        return 0
+    found = readme.read_text() if readme.exists() else ""
+    difference = difflib.unified_diff(
+        found.splitlines(keepends=True),
+        rendered.splitlines(keepends=True),
+        "README.md",
+        "README.md as README.ipynb renders it",
+    )
+    sys.stdout.writelines(difference)
+    return int(found != rendered)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Install what is needed and run every test; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+
+ruff check .
+ruff format --check .
+exec pytest tests "$@"

@@ -1,0 +1,110 @@
+"""Load the notebook's own definitions as a module, so that they are tested themselves.
+
+Ray pickles functions of `__main__`, which is where a notebook's are, by value; the module
+is registered for the same treatment.
+"""
+
+import ast
+import os
+import sys
+import types
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("RAY_ADDRESS", "local")
+os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
+os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
+
+import nbformat
+import numpy as np
+import pytest
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def is_definition(node: ast.stmt) -> bool:
+    """Imports, functions, classes, and constants: all but what a cell runs or shows."""
+    if isinstance(node, ast.Assign):
+        return all(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets)
+    return isinstance(
+        node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    )
+
+
+def load_notebook(path: Path = ROOT / "README.ipynb") -> types.ModuleType:
+    """The notebook's definitions as the module `tutorial`."""
+    module = types.ModuleType("tutorial")
+    sys.modules["tutorial"] = module
+    notebook = nbformat.read(path, as_version=4)
+    for index, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            tree = ast.parse(cell.source)
+            tree.body = [node for node in tree.body if is_definition(node)]
+            exec(compile(tree, f"README.ipynb cell {index}", "exec"), module.__dict__)
+    ray.cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tutorial():
+    return load_notebook()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A real Ray cluster of one node, for the whole session."""
+    ray.init("local", num_cpus=4, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def small(tutorial, tmp_path):
+    """A function that makes small configurations with their storage in tmp_path."""
+
+    def make(**changes):
+        values = {
+            "vocab_size": 521,
+            "block_size": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_embd": 32,
+            "compute_dtype": "float32",
+            "dataset": "builtin",
+            "batch_size": 4,
+            "learning_rate": 1e-2,
+            "min_learning_rate": 1e-3,
+            "warmup_steps": 4,
+            "decay_steps": 40,
+            "max_steps": 20,
+            "log_interval": 1,
+            "eval_interval": 10,
+            "eval_steps": 2,
+            "platform": "cpu",
+            "cpus_per_worker": 0.5,
+            "run_name": "run",
+            "data_dir": str(tmp_path / "data"),
+            "storage_path": str(tmp_path / "runs"),
+        }
+        return tutorial.TrainingConfig(**(values | changes))
+
+    return make
+
+
+@pytest.fixture
+def write_bins():
+    """A function that fills a configuration's data_dir with token files."""
+
+    def write(config, train_tokens: int = 2_001, val_tokens: int = 401, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        folder = Path(config.data_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, n in (("train", train_tokens), ("val", val_tokens)):
+            # Each token tends to follow its predecessor, so that there is something to learn.
+            steps = rng.choice([1, 2, 3], size=n, p=[0.8, 0.1, 0.1])
+            tokens = np.cumsum(steps) % config.vocab_size
+            tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
+        return config
+
+    return write

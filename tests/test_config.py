@@ -1,0 +1,99 @@
+"""The configuration: defaults, files, and what is refused before anything starts."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+# gpt2-finetune starts from weights on the hub; test_huggingface loads it with local ones.
+FILES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "finetune" not in p.name)
+
+
+def test_defaults_are_gpt2_small(tutorial):
+    config = tutorial.TrainingConfig()
+    assert (config.n_layer, config.n_head, config.n_embd) == (12, 12, 768)
+    assert (config.vocab_size, config.padded_vocab_size) == (50_257, 50_304)
+    assert config.batch_size * config.block_size == 491_520  # nanoGPT's tokens a step
+    assert all(f.type is not dataclasses.MISSING for f in dataclasses.fields(config))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file_loads(tutorial, path):
+    config = tutorial.load_config(path)
+    assert (
+        Path(config.storage_path).is_absolute() and Path(config.data_dir).is_absolute()
+    )
+    assert (
+        math.prod(config.mesh_shape) == config.num_workers * config.devices_per_worker
+    )
+    scaling = tutorial.make_scaling_config(config)
+    assert scaling.use_gpu == (config.platform == "gpu")
+    assert scaling.use_tpu == (config.platform == "tpu")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"batchsize": 3}, ["batchsize"]),
+        ({"batch_size": "many"}, ["batch_size", "integer", "many"]),
+        ({"batch_size": 0}, ["batch_size", "greater than 0"]),
+        ({"learning_rate": "6e-4"}, ["learning_rate", "6e-4"]),
+        ({"platform": "npu"}, ["platform", "'cpu', 'gpu' or 'tpu'"]),
+        ({"n_embd": 130}, ["n_embd (130)", "n_head (4)"]),
+        ({"batch_size": 7}, ["batch_size (7)", "2 devices"]),
+        ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
+        ({"decay_steps": 5}, ["decay_steps", "warmup_steps"]),
+    ],
+)
+def test_mistakes_name_the_key(tutorial, changes, words):
+    with pytest.raises(ValueError) as error:
+        tutorial.load_config(ROOT / "configs/smoke.yaml", **changes)
+    assert all(word in str(error.value) for word in ["smoke.yaml", *words])
+
+
+def test_file_that_is_no_mapping(tutorial, tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n- 2\n")
+    with pytest.raises(ValueError, match="list.yaml"):
+        tutorial.load_config(path)
+
+
+def test_run_name_follows_the_recipe(tutorial):
+    def name(**changes):
+        return tutorial.load_config(ROOT / "configs/smoke.yaml", **changes).run_name
+
+    assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
+
+
+def test_travels_to_a_worker(tutorial, cluster, small):
+    """Both as plain data, which the trainer sends, and as an object."""
+
+    @ray.remote
+    def echo(settings, config):
+        return tutorial.TrainingConfig(**settings) == config
+
+    config = small()
+    assert ray.get(echo.remote(dataclasses.asdict(config), config))
+
+
+def test_missing_resources_are_named(tutorial, cluster, small):
+    config = small(num_workers=2, devices_per_worker=4, platform="gpu", batch_size=8)
+    with pytest.raises(RuntimeError, match=r"'GPU': 8.*'GPU': 0"):
+        tutorial.check_resources(config)
+    tutorial.check_resources(dataclasses.replace(config, autoscaling=True))
+    tutorial.check_resources(small(num_workers=2))
+
+
+def test_storage_that_cannot_be_written(tutorial, small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="storage_path"):
+        tutorial.check_storage(small(storage_path=str(tmp_path / "file")))
+
+
+def test_driver_stays_on_the_cpu(tutorial):
+    import jax
+
+    assert {device.platform for device in jax.devices()} == {"cpu"}

@@ -1,0 +1,138 @@
+"""Data preparation, against a straight re-implementation of nanoGPT's prepare.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tiktoken
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def reference_bins(texts: list[str], val_fraction: float) -> dict[str, bytes]:
+    """What nanoGPT's prepare.py writes: split, encode_ordinary, end-of-text, uint16."""
+    encoding = tiktoken.get_encoding("gpt2")
+    documents = datasets.Dataset.from_dict({"text": texts})
+    split = documents.train_test_split(test_size=val_fraction, seed=2357, shuffle=True)
+    bins = {}
+    for name, part in (("train", "train"), ("val", "test")):
+        tokens = []
+        for text in split[part]["text"]:
+            tokens += [*encoding.encode_ordinary(text), encoding.eot_token]
+        bins[name] = np.array(tokens, np.uint16).tobytes()
+    return bins
+
+
+def written(config) -> dict[str, bytes]:
+    folder = Path(config.data_dir)
+    return {split: (folder / f"{split}.bin").read_bytes() for split in ("train", "val")}
+
+
+TEXTS = [
+    f"Document {i}: {'word ' * (i % 7)}\n<|endoftext|> é 漢字" for i in range(1500)
+]
+
+
+def test_builtin_text_byte_for_byte(tutorial, cluster, small):
+    from pydoc_data.topics import topics
+
+    config = small(vocab_size=50_257, val_fraction=0.1)
+    manifest = tutorial.prepare_dataset(config)
+    assert written(config) == reference_bins(list(topics.values()), 0.1)
+    assert manifest["tokens"]["train"] * 2 == len(written(config)["train"])
+    tutorial.check_tokens(config)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
+def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
+    texts = TEXTS[:30] if suffix == "txt" else TEXTS  # one file a document
+    if suffix == "txt":
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i:04d}.txt").write_text(text)
+    else:
+        half = len(texts) // 2
+        for i, part in enumerate((texts[:half], texts[half:])):
+            documents = datasets.Dataset.from_dict({"text": part})
+            write = documents.to_json if suffix == "jsonl" else documents.to_parquet
+            write(tmp_path / f"{i}.{suffix}")
+    config = small(dataset=f"{tmp_path}/*.{suffix}", val_fraction=0.2)
+    tutorial.prepare_dataset(config)
+    assert written(config) == reference_bins(texts, 0.2)
+
+
+def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
+    config = small(val_fraction=0.1)
+    first = tutorial.prepare_dataset(config)
+    stamp = (Path(config.data_dir) / "train.bin").stat().st_mtime_ns
+    assert tutorial.prepare_dataset(config) == first
+    assert (Path(config.data_dir) / "train.bin").stat().st_mtime_ns == stamp
+    with pytest.raises(FileExistsError, match="data_dir.*0.1.*0.2"):
+        tutorial.prepare_dataset(small(val_fraction=0.2))
+
+
+def test_files_that_are_there_are_left_alone(tutorial, small, write_bins):
+    config = write_bins(small())
+    before = written(config)
+    assert "already" in tutorial.prepare_dataset(config)["source"]
+    assert written(config) == before
+
+
+def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "no text column"}\n' * 4)
+    (tmp_path / "b.jsonl").write_text('{"text": "alone"}\n')
+    for dataset, message in [
+        (f"{tmp_path}/a.jsonl", "'body'"),
+        (f"{tmp_path}/b.jsonl", "1 document"),
+        (f"{tmp_path}/none/*.txt", "no file matches"),
+    ]:
+        config = small(dataset=dataset)
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            tutorial.prepare_dataset(config)
+        assert not list(tmp_path.glob("data*"))
+
+
+def test_hub_out_of_reach_names_the_ways_out(tutorial, small, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="nobody/nothing.*local .txt.*train.bin"):
+        tutorial.prepare_dataset(small(dataset="nobody/nothing"))
+
+
+@pytest.mark.slow
+def test_killed_preparation_leaves_no_finished_folder(tutorial, small, tmp_path):
+    """SIGKILL in the middle of writing; the next run starts over and is right."""
+    texts = [f"{i} " + "many words to tokenize " * 400 for i in range(6_000)]
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "text.parquet")
+    config = small(dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from conftest import load_notebook
+import ray
+ray.init("local", num_cpus=2, log_to_driver=False)
+tutorial = load_notebook()
+config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
+                                 data_dir={config.data_dir!r})
+tutorial.prepare_dataset(config)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    partial = Path(f"{config.data_dir}.partial") / "train.bin"
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not Path(config.data_dir).exists()
+    result = subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    assert result.returncode == 0
+    assert written(config) == reference_bins(texts, 0.01)
+    assert not partial.exists()
+    manifest = json.loads((Path(config.data_dir) / "manifest.json").read_text())
+    assert manifest["documents"] == 6_000
