@@ -1,0 +1,160 @@
+"""The optimizer and the train step, against PyTorch and against themselves."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+
+def windows_for(config, steps, seed=1):
+    rng = np.random.default_rng(seed)
+    shape = (steps, config.batch_size, config.block_size + 1)
+    walk = np.cumsum(rng.choice([1, 2, 3], size=shape, p=[0.8, 0.1, 0.1]), axis=-1)
+    return (walk % config.vocab_size).astype(np.uint16)
+
+
+def run(tutorial, config, batches):
+    state, losses = tutorial.create_state(config), []
+    for windows in batches:
+        state, metrics = tutorial.train_step(state, windows, config)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def test_learning_rate_is_nanogpts(tutorial, small):
+    config = small(warmup_steps=10, decay_steps=50)
+
+    def nanogpt(step):
+        if step < config.warmup_steps:
+            return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+        if step > config.decay_steps:
+            return config.min_learning_rate
+        done = (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+        span = config.learning_rate - config.min_learning_rate
+        return config.min_learning_rate + 0.5 * (1 + np.cos(np.pi * done)) * span
+
+    schedule = tutorial.learning_rate_schedule(config)
+    for step in range(70):
+        assert float(schedule(step)) == pytest.approx(nanogpt(step), rel=1e-5), step
+
+
+def test_twenty_steps_equal_pytorch(tutorial, small):
+    """Same weights, same batches; AdamW with nanoGPT's groups, clipping, and schedule."""
+    config = small(weight_decay=0.1, grad_clip=0.5)
+    state = tutorial.create_state(config)
+    peer = torch_model(tutorial, config, state.params)
+    decay = [p for p in peer.parameters() if p.dim() >= 2]
+    rest = [p for p in peer.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        betas=(config.beta1, config.beta2),
+    )
+    schedule = tutorial.learning_rate_schedule(config)
+    for step, windows in enumerate(windows_for(config, 20)):
+        state, metrics = tutorial.train_step(state, windows, config)
+        tokens = torch.tensor(windows.astype(np.int64))
+        logits = peer(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), config.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = float(schedule(step))
+        optimizer.step()
+        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-3), step
+        assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-2), step
+    assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
+
+
+def torch_model(tutorial, config, params):
+    """A transformers.GPT2LMHeadModel with the same weights."""
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(tutorial.huggingface_config(config))
+    tensors = {
+        k: torch.tensor(v)
+        for k, v in tutorial.huggingface_tensors(config, params).items()
+    }
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected  # tied to wte
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_accumulation_equals_the_large_batch(tutorial, small, k):
+    batches = windows_for(small(batch_size=8), 5)
+    whole, losses = run(tutorial, small(batch_size=8), batches)
+    parts, part_losses = run(
+        tutorial, small(batch_size=8, gradient_accumulation_steps=k), batches
+    )
+    np.testing.assert_allclose(losses, part_losses, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_accumulation_costs_one_buffer(tutorial, small):
+    """From 2 to 8 micro-batches, temporary memory doesn't grow."""
+
+    def temporary(k):
+        config = small(batch_size=32, gradient_accumulation_steps=k)
+        state = jax.eval_shape(lambda: tutorial.create_state(config))
+        windows = jax.ShapeDtypeStruct((32, config.block_size + 1), np.uint16)
+        compiled = tutorial.train_step.lower(state, windows, config).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) <= temporary(2)
+
+
+def test_padding_is_never_trained(tutorial, small):
+    config = small()
+    before = tutorial.create_state(config).params["wte"]["embedding"][...]
+    state, _ = run(tutorial, config, windows_for(config, 5))
+    after = np.asarray(state.params["wte"]["embedding"][...])[config.vocab_size :]
+    padding = np.asarray(before)[config.vocab_size :]
+    assert (
+        padding.size
+        and not state.opt_state[1][0]
+        .mu["wte"]["embedding"][...][config.vocab_size :]
+        .any()
+    )
+    # Only weight decay touches it: no gradient ever does.
+    assert np.abs(after).max() <= np.abs(padding).max()
+
+
+def test_step_is_deterministic_and_depends_on_the_step_number(tutorial, small):
+    config = small(dropout=0.3)
+    batches = windows_for(config, 4)
+    first, second = (run(tutorial, config, batches) for _ in range(2))
+    assert first[1] == second[1]
+    same = np.broadcast_to(batches[0], batches.shape)
+    _, losses = run(tutorial, config, same)
+    other = run(tutorial, dataclasses.replace(config, seed=1), same)[1]
+    assert len({*losses, *other}) == 8
+
+
+def test_one_compilation(tutorial, small):
+    config = small()
+    tutorial.train_step.clear_cache()
+    run(tutorial, config, windows_for(config, 5))
+    assert tutorial.train_step._cache_size() == 1
+
+
+def test_evaluation_is_the_mean_without_dropout(tutorial, small):
+    config = small(dropout=0.5, gradient_accumulation_steps=2)
+    params = tutorial.create_state(config).params
+    windows = windows_for(config, 1)[0]
+    loss = tutorial.eval_step(params, windows, config)
+    expected = tutorial.loss_fn(tutorial.assemble(config, params), windows)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_memorizes_one_batch(tutorial, small):
+    config = small(learning_rate=1e-2, min_learning_rate=1e-2)
+    windows = np.broadcast_to(windows_for(config, 1), (60, 4, 17))
+    _, losses = run(tutorial, config, windows)
+    assert losses[-1] < 0.5 < 6 < losses[0]
