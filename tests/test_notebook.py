@@ -1,0 +1,124 @@
+"""The whole notebook, as its users run it, and the page made from it."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci"))
+import render_readme  # noqa: E402
+
+
+def code_cells(path=ROOT / "README.ipynb"):
+    notebook = nbformat.read(path, as_version=4)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(cells) -> str:
+    """What the cells printed and showed."""
+    outputs = [output for cell in cells for output in cell.outputs]
+    shown = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs]
+    return "\n".join(shown)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """The notebook after `pytest --nbmake`, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("smoke")
+    shutil.copy(ROOT / "README.ipynb", folder)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    environment = os.environ | {"RAY_ADDRESS": "local"}
+    environment["GPT2_CONFIG"] = "configs/smoke.yaml"
+    command = ["pytest", "--nbmake", "--overwrite", "--nbmake-timeout=900", "README.ipynb"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert result.returncode == 0, result.stdout[-5000:]
+    return code_cells(folder / "README.ipynb")
+
+
+@pytest.mark.slow
+def test_notebook_trains(executed):
+    text = text_of(executed)
+    losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", text)]
+    validation = [float(x) for x in re.findall(r"val_loss ([\d.]+)", text)]
+    assert 10 < losses[0] < 11.5 and losses[-1] < 7.5
+    assert len(validation) == 4 and validation[-1] < validation[0] < 7.5
+    assert re.search(r"error: +None", text)
+    images = [o for cell in executed for o in cell.outputs if "image/png" in o.get("data", {})]
+    assert images, "no plot"
+
+
+@pytest.mark.slow
+def test_notebook_shows_what_the_page_promises(executed):
+    text = text_of(executed)
+    for pattern in (
+        r"1 node\(s\), \d+ CPUs, no accelerator",
+        r"6,846,080 parameters in configs/smoke.yaml",
+        r"first loss 10\.\d+; ln\(50,257\) is 10\.82",
+        r"perplexity \d+\.\d",
+        r"The value of the expression",
+        r"model.safetensors",
+    ):
+        assert re.search(pattern, text), pattern
+
+
+@pytest.mark.slow
+def test_notebook_is_quiet(executed):
+    """Nothing alarming, and no line twice, in what a reader sees."""
+    errors = [o for cell in executed for o in cell.outputs if o.output_type == "error"]
+    assert not errors
+    steps = re.findall(r"step \d+ \| tokens \S+", text_of(executed))
+    assert len(steps) == len(set(steps)) == 40
+
+
+def test_readme_is_in_step():
+    rendered = render_readme.render(ROOT / "README.ipynb")
+    assert (ROOT / "README.md").read_text() == rendered
+
+
+def test_check_notices_a_stale_readme(tmp_path):
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    shutil.copy(ROOT / "README.ipynb", tmp_path)
+    stale = (ROOT / "README.md").read_text().replace("JaxTrainer", "TorchTrainer", 1)
+    (tmp_path / "README.md").write_text(stale)
+    command = [sys.executable, str(tmp_path / "ci/render_readme.py")]
+    check = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert check.returncode == 1
+    assert re.search(r"^-.*TorchTrainer", check.stdout, re.M)
+    assert re.search(r"^\+.*JaxTrainer", check.stdout, re.M)
+    subprocess.run(command, check=True)
+    assert subprocess.run([*command, "--check"]).returncode == 0
+
+
+def test_notebook_is_stored_without_outputs():
+    for cell in code_cells():
+        assert not cell.outputs and cell.execution_count is None
+
+
+def test_public_names_of_the_design(tutorial):
+    for name in (
+        "TrainingConfig load_config prepare_dataset make_token_dataset GPT2 create_model "
+        "create_optimizer loss_fn train_step eval_step train_loop_per_worker generate "
+        "export_to_huggingface"
+    ).split():
+        assert getattr(tutorial, name).__doc__ or name == "create_optimizer", name
+
+
+def test_cells_are_short():
+    lengths = [len(cell.source.splitlines()) for cell in code_cells()]
+    assert sorted(lengths)[len(lengths) // 2] <= 25, "median"
+    for cell in code_cells():
+        ast.parse(cell.source)

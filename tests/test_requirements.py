@@ -1,0 +1,70 @@
+"""Requirements: exact pins, the same everywhere, and a set that can be installed."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
+IMPORT_NAMES = {
+    "huggingface-hub": "huggingface_hub",
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+}
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()
+    ]
+    matches = [
+        re.fullmatch(r"([\w-]+)(\[[\w,]+\])?==([\w.]+)", line) for line in lines if line
+    ]
+    assert all(matches), f"{name}: not every line is an exact pin"
+    return {match[1]: match[3] for match in matches}
+
+
+def test_files_agree():
+    gpu, tpu, cpu = map(pins, FILES)
+    assert gpu == tpu
+    assert gpu.items() <= cpu.items()
+
+
+def test_every_package_is_used_and_every_import_pinned():
+    notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
+    imported = set()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            for node in ast.walk(ast.parse(cell.source)):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(node.module.split(".")[0])
+    pinned = {IMPORT_NAMES.get(name, name) for name in pins("requirements-gpu.txt")}
+    assert imported - set(sys.stdlib_module_names) == pinned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("name", FILES)
+def test_file_resolves(name, python, tmp_path):
+    """A full resolution with every dependency, accelerator packages included."""
+    command = ["pip", "install", "--dry-run", "--quiet", "--ignore-installed"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--no-cache-dir"]
+    command += [
+        "--python-version",
+        python,
+        "--target",
+        str(tmp_path),
+        "-r",
+        str(ROOT / name),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr[-3000:]

@@ -1,0 +1,84 @@
+"""Real JaxTrainer runs: two workers, one JAX program."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def log_of(config) -> list[dict]:
+    text = (config.run_path / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def alone(tutorial, config):
+    """The losses of the same run in this process, without Ray Train."""
+    mesh = tutorial.make_mesh(config)
+    state, losses = tutorial.initial_state(config, mesh), []
+    for windows in tutorial.global_batches(config, mesh, "train"):
+        state, metrics = tutorial.train_step(state, windows, config)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.fixture
+def finished(tutorial, cluster, small, write_bins):
+    config = write_bins(small(num_workers=2, dropout=0.1))
+    return config, tutorial.make_trainer(config).fit()
+
+
+def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
+    config, result = finished
+    assert result.error is None
+    log = log_of(config)
+    assert [line["step"] for line in log] == list(range(1, 21))
+    assert [line["step"] for line in log if "val_loss" in line] == [10, 20]
+    assert {"loss", "grad_norm", "learning_rate", "tokens_per_s"} <= log[0].keys()
+    assert "mfu" not in log[0]  # a CPU's peak is not in the table
+    assert log[-1]["loss"] < log[0]["loss"] - 0.2
+
+    # The same numbers as one process: the two workers are one program.
+    one = dataclasses.replace(config, num_workers=1)
+    np.testing.assert_allclose(
+        [line["loss"] for line in log], alone(tutorial, one), atol=1e-4
+    )
+
+    # The result is what step 7 says it is.
+    assert result.metrics["step"] == 20
+    assert result.metrics["val_loss"] == pytest.approx(log[-1]["val_loss"])
+    assert result.path == str(config.run_path)
+    assert result.checkpoint.path == str(config.run_path / "step_00000020")
+    model = tutorial.load_model(result.checkpoint)
+    assert model.config == config
+    windows = next(tutorial.global_batches(one, tutorial.make_mesh(one), "val"))
+    assert np.isfinite(float(tutorial.loss_fn(model, windows)))
+
+    # Started again, a finished run has nothing to do.
+    before = log_of(config)
+    again = tutorial.make_trainer(config).fit()
+    assert again.error is None and again.metrics["step"] == 20
+    assert log_of(config) == before
+
+    # Asked for more, it goes on from step 20.
+    longer = dataclasses.replace(config, max_steps=25)
+    assert tutorial.make_trainer(longer).fit().metrics["step"] == 25
+    assert [line["step"] for line in log_of(config)] == list(range(1, 26))
+
+
+def test_resumed_run_equals_an_undisturbed_one(tutorial, cluster, small, write_bins):
+    """Stopped at step 10 and continued to 20, against 20 in one go, bit for bit."""
+    straight = write_bins(small(num_workers=2, dropout=0.1, run_name="straight"))
+    broken = dataclasses.replace(straight, run_name="broken")
+    results = [tutorial.make_trainer(straight).fit()]
+    tutorial.make_trainer(dataclasses.replace(broken, max_steps=10)).fit()
+    results.append(tutorial.make_trainer(broken).fit())
+    models = [tutorial.load_model(result.checkpoint) for result in results]
+    for a, b in zip(*(jax.tree.leaves(tutorial.nnx.state(m)) for m in models)):
+        np.testing.assert_array_equal(a, b)
+    first, second = (log_of(config) for config in (straight, broken))
+    assert [line["loss"] for line in first] == [line["loss"] for line in second]
+    assert first[-1]["val_loss"] == second[-1]["val_loss"]
