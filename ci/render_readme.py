@@ -8,7 +8,6 @@ The notebook must be stored without outputs; --check says so if it is not.
 
 import argparse
 import difflib
-import re
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def render(notebook_path: Path) -> str:
         if cell.get("outputs") or cell.get("execution_count"):
             raise SystemExit(f"{notebook_path}: cell {index} has outputs; clear them.")
     markdown, _ = MarkdownExporter().from_notebook_node(notebook)
-    return re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n"
+    return markdown.strip() + "\n"
 
 
 def main() -> int:

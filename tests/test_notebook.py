@@ -36,7 +36,13 @@ def executed(tmp_path_factory):
     shutil.copytree(ROOT / "configs", folder / "configs")
     environment = os.environ | {"RAY_ADDRESS": "local"}
     environment["GPT2_CONFIG"] = "configs/smoke.yaml"
-    command = ["pytest", "--nbmake", "--overwrite", "--nbmake-timeout=900", "README.ipynb"]
+    command = [
+        "pytest",
+        "--nbmake",
+        "--overwrite",
+        "--nbmake-timeout=900",
+        "README.ipynb",
+    ]
     result = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
@@ -57,7 +63,9 @@ def test_notebook_trains(executed):
     assert 10 < losses[0] < 11.5 and losses[-1] < 7.5
     assert len(validation) == 4 and validation[-1] < validation[0] < 7.5
     assert re.search(r"error: +None", text)
-    images = [o for cell in executed for o in cell.outputs if "image/png" in o.get("data", {})]
+    images = [
+        o for cell in executed for o in cell.outputs if "image/png" in o.get("data", {})
+    ]
     assert images, "no plot"
 
 
