@@ -8,12 +8,14 @@ import ast
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("RAY_ADDRESS", "local")
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 
 import nbformat
 import numpy as np
@@ -51,19 +53,19 @@ def tutorial():
     return load_notebook()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
-    """A real Ray cluster of one node, for the whole session."""
+    """A real Ray cluster of one node."""
     ray.init("local", num_cpus=4, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-@pytest.fixture
-def small(tutorial, tmp_path):
-    """A function that makes small configurations with their storage in tmp_path."""
+@pytest.fixture(scope="session")
+def small_factory(tutorial):
+    """A function that makes small configurations with their storage in a folder."""
 
-    def make(**changes):
+    def make(folder: Path, **changes):
         values = {
             "vocab_size": 521,
             "block_size": 16,
@@ -84,8 +86,8 @@ def small(tutorial, tmp_path):
             "platform": "cpu",
             "cpus_per_worker": 0.5,
             "run_name": "run",
-            "data_dir": str(tmp_path / "data"),
-            "storage_path": str(tmp_path / "runs"),
+            "data_dir": str(folder / "data"),
+            "storage_path": str(folder / "runs"),
         }
         return tutorial.TrainingConfig(**(values | changes))
 
@@ -93,6 +95,12 @@ def small(tutorial, tmp_path):
 
 
 @pytest.fixture
+def small(small_factory, tmp_path):
+    """small_factory, in this test's own folder."""
+    return partial(small_factory, tmp_path)
+
+
+@pytest.fixture(scope="session")
 def write_bins():
     """A function that fills a configuration's data_dir with token files."""
 

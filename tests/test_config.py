@@ -26,9 +26,8 @@ def test_file_loads(tutorial, path):
     assert (
         Path(config.storage_path).is_absolute() and Path(config.data_dir).is_absolute()
     )
-    assert (
-        math.prod(config.mesh_shape) == config.num_workers * config.devices_per_worker
-    )
+    devices = config.num_workers * config.devices_per_worker
+    assert math.prod(config.mesh_shape(config.num_workers)) == devices
     scaling = tutorial.make_scaling_config(config)
     assert scaling.use_gpu == (config.platform == "gpu")
     assert scaling.use_tpu == (config.platform == "tpu")
@@ -45,6 +44,7 @@ def test_file_loads(tutorial, path):
         ({"n_embd": 130}, ["n_embd (130)", "n_head (4)"]),
         ({"batch_size": 7}, ["batch_size (7)", "2 devices"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
+        ({"num_workers": [1, 3]}, ["batch_size (8)", "3 devices"]),
         ({"decay_steps": 5}, ["decay_steps", "warmup_steps"]),
     ],
 )

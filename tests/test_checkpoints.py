@@ -1,0 +1,184 @@
+"""Checkpoints: whole, pruned, refused when damaged, and safe when the disk is full."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import ray
+import ray.train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
+    """A run of 60 steps with six checkpoints, and its result."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = small_factory(folder, num_workers=2, max_steps=60, run_name="finished")
+    write_bins(config)
+    return config, tutorial.make_trainer(config).fit()
+
+
+@pytest.fixture
+def copy_of(tutorial, finished):
+    """A function that copies the finished run under another name."""
+
+    def copy(name: str, **changes):
+        config = dataclasses.replace(finished[0], run_name=name, **changes)
+        shutil.copytree(finished[0].run_path, config.run_path)
+        snapshot = config.run_path / "checkpoint_manager_snapshot.json"
+        snapshot.write_text(snapshot.read_text().replace("/finished/", f"/{name}/"))
+        return config
+
+    return copy
+
+
+def arrays(tutorial, path) -> list[np.ndarray]:
+    restored = tutorial.ocp.PyTreeCheckpointer().restore(path)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored)]
+
+
+def test_latest_and_best_are_kept(tutorial, finished):
+    config, result = finished
+    kept = {int(path.name[5:]) for path in tutorial.saved_checkpoints(config)}
+    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
+    losses = {
+        x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
+    }
+    assert len(losses) == 6
+    best = sorted(losses, key=losses.get)[:2]
+    assert kept == {60, *best}
+    assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
+
+
+def test_a_checkpoint_is_whole(tutorial, finished):
+    """Parameters, both moments of AdamW, the step; and as metadata the configuration."""
+    config, result = finished
+    checkpointer = tutorial.ocp.PyTreeCheckpointer()
+    metadata = checkpointer.metadata(result.checkpoint.path).custom_metadata
+    assert tutorial.TrainingConfig(**metadata) == config
+    state = tutorial.abstract_state(
+        dataclasses.replace(config, num_workers=1),
+        tutorial.make_mesh(dataclasses.replace(config, num_workers=1)),
+    )
+    saved = arrays(tutorial, result.checkpoint.path)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
+    assert sorted(leaf.shape for leaf in saved) == shapes
+    # Written once: no second copy of the arrays anywhere in the run's folder.
+    size = sum(leaf.nbytes for leaf in saved)
+    files = [f for f in Path(result.checkpoint.path).rglob("*") if f.is_file()]
+    assert size * 0.5 < sum(f.stat().st_size for f in files) < size * 1.3
+
+
+def damage_by_truncation(path: Path) -> None:
+    data = max(
+        (f for f in path.rglob("d/*") if f.is_file()), key=lambda f: f.stat().st_size
+    )
+    with data.open("r+b") as file:
+        file.truncate(data.stat().st_size // 2)
+
+
+def damage_by_deletion(path: Path) -> None:
+    (path / "_METADATA").unlink()
+    (path / "manifest.ocdbt").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_by_truncation, damage_by_deletion])
+def test_damaged_checkpoint_is_refused_and_the_one_before_used(
+    tutorial, finished, copy_of, damage
+):
+    config = copy_of(damage.__name__)
+    newest, before = tutorial.saved_checkpoints(config)[:2]
+    expected = arrays(tutorial, newest)
+    damage(newest)
+    result = tutorial.make_trainer(config).fit()
+    assert result.error is None
+    assert (config.run_path / "step_00000060.damaged").is_dir()
+    for a, b in zip(arrays(tutorial, newest), expected):
+        np.testing.assert_array_equal(a, b)
+    steps = [
+        json.loads(line)["step"]
+        for line in (config.run_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(1, 61)) and before.name < newest.name
+
+
+def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
+    config = copy_of("other", n_embd=64, max_failures=0)
+    with pytest.raises(
+        ray.train.TrainingFailedError, match="Cannot restore .*step_00000060"
+    ):
+        tutorial.make_trainer(config).fit()
+
+
+def test_half_written_checkpoint_is_ignored(tutorial, copy_of):
+    config = copy_of("half", max_steps=70)
+    newest = tutorial.saved_checkpoints(config)[0]
+    shutil.copytree(newest, config.run_path / "step_00000065.orbax-checkpoint-tmp")
+    damage_by_deletion(config.run_path / "step_00000065.orbax-checkpoint-tmp")
+    assert tutorial.make_trainer(config).fit().metrics["step"] == 70
+
+
+@contextlib.contextmanager
+def tiny_disk(folder: Path, megabytes: float):
+    """A file system of a few megabytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = f"size={int(megabytes * 1024)}k"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_full_disk_while_saving(tutorial, finished, tmp_path):
+    with tiny_disk(tmp_path / "disk", 1.0) as disk:
+        config = dataclasses.replace(
+            finished[0], storage_path=str(disk), run_name="full", max_failures=0
+        )
+        with pytest.raises(
+            ray.train.TrainingFailedError, match="(?i)space|RESOURCE_EXHAUSTED"
+        ):
+            tutorial.make_trainer(config).fit()
+        for path in tutorial.saved_checkpoints(config):
+            assert arrays(tutorial, path)
+        assert tutorial.saved_checkpoints(config)[-1].name == "step_00000010"
+
+
+def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):
+    with tiny_disk(tmp_path / "disk", 0.1) as disk:
+        config = small(data_dir=str(disk / "data"), val_fraction=0.1)
+        with pytest.raises(OSError, match="No space left on device"):
+            tutorial.prepare_dataset(config)
+        assert list(disk.iterdir()) == []
+
+
+def test_resuming_late_is_as_quick_as_resuming_early(
+    tutorial, cluster, small, write_bins
+):
+    """Time to the first batch at step 10 and at step 100,000: nothing is read in vain."""
+    config = write_bins(small(max_steps=200_000), train_tokens=1_000_001)
+
+    def seconds(step):
+        start = time.monotonic()
+        batch = next(
+            iter(
+                tutorial.global_batches(
+                    config, tutorial.make_mesh(config), "train", step
+                )
+            )
+        )
+        batch.block_until_ready()
+        return time.monotonic() - start
+
+    seconds(0)  # start Ray Data's processes
+    early, late = (min(seconds(step) for _ in range(3)) for step in (10, 100_000))
+    print(f"first batch: {early:.2f} s at step 10, {late:.2f} s at step 100,000")
+    assert late < 2 * early + 0.5

@@ -1,0 +1,286 @@
+"""Every way to die: real processes, real signals; the run ends as if nothing had happened."""
+
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+import ray
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def log_of(config) -> list[dict]:
+    path = config.run_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def last_step(config) -> int:
+    log = log_of(config)
+    return log[-1]["step"] if log else 0
+
+
+def wait_for(condition, seconds: float = 120, what: str = "condition"):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
+        time.sleep(0.02)
+
+
+def train_loop_of(tutorial):
+    """The notebook's loop, on workers that leave their process id in the run's folder."""
+    train_loop, make_config = tutorial.train_loop_per_worker, tutorial.TrainingConfig
+
+    def loop(settings: dict) -> None:
+        import os
+
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        pid_file = make_config(**settings).run_path / f"pid-{rank}"
+        pid_file.write_text(str(os.getpid()))
+        train_loop(settings)
+
+    return loop
+
+
+def worker_of(config, rank: int) -> int:
+    return int((config.run_path / f"pid-{rank}").read_text())
+
+
+def controller_of(config) -> int:
+    for process in psutil.process_iter(["cmdline"]):
+        if "ray::TrainController" in " ".join(process.info["cmdline"] or []):
+            return process.pid
+    raise AssertionError("no TrainController")
+
+
+class Accident(threading.Thread):
+    """Waits for a moment in the run, does harm, and measures how long recovery takes."""
+
+    def __init__(self, config, moment, harm):
+        super().__init__()
+        self.config, self.moment, self.harm = config, moment, harm
+        self.seconds = None
+        self.start()
+
+    def run(self):
+        wait_for(lambda: self.moment(self.config), what="the moment")
+        step, start = last_step(self.config), time.monotonic()
+        self.harm(self.config)
+        wait_for(lambda: last_step(self.config) > step, what="a new step")
+        self.seconds = time.monotonic() - start
+        print(f"killed after step {step}; next new step {self.seconds:.1f} s later")
+
+
+def state_of(tutorial, config) -> list[np.ndarray]:
+    """Every array of the last checkpoint: parameters, optimizer state, and step."""
+    newest = tutorial.saved_checkpoints(config)[0]
+    assert newest.name == f"step_{config.max_steps:08d}"
+    restored = tutorial.ocp.PyTreeCheckpointer().restore(newest)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored)]
+
+
+def assert_equal_runs(tutorial, config, reference) -> None:
+    """Bit for bit: parameters, optimizer state, every logged loss, each step once."""
+    for a, b in zip(state_of(tutorial, config), state_of(tutorial, reference)):
+        np.testing.assert_array_equal(a, b)
+    logs = log_of(config), log_of(reference)
+    for name in ("step", "loss", "grad_norm", "val_loss"):
+        assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+
+
+@pytest.fixture(scope="module")
+def reference(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
+    """An undisturbed run."""
+    config = small_factory(
+        tmp_path_factory.mktemp("reference"),
+        num_workers=2,
+        dropout=0.1,
+        max_steps=200,
+        eval_interval=20,
+        decay_steps=200,
+        run_name="reference",
+        stall_timeout_s=15.0,
+        max_failures=2,
+    )
+    write_bins(config)
+    assert tutorial.make_trainer(config).fit().error is None
+    return config
+
+
+def kill(rank: int, number: int):
+    return lambda config: os.kill(worker_of(config, rank), number)
+
+
+def at_step(step: int):
+    return lambda config: last_step(config) >= step
+
+
+def writing_a_checkpoint(config) -> bool:
+    return last_step(config) >= 40 and any(config.run_path.glob("*tmp*"))
+
+
+ACCIDENTS = {
+    "SIGKILL of rank 0": (at_step(50), kill(0, signal.SIGKILL)),
+    "SIGKILL of rank 1": (at_step(50), kill(1, signal.SIGKILL)),
+    "SIGKILL before the first checkpoint": (at_step(3), kill(0, signal.SIGKILL)),
+    "SIGKILL while writing": (writing_a_checkpoint, kill(0, signal.SIGKILL)),
+    "SIGTERM, as a preempted node gets it": (at_step(50), kill(1, signal.SIGTERM)),
+    "SIGSTOP: the watchdog": (at_step(50), kill(1, signal.SIGSTOP)),
+    "SIGKILL of the controller": (
+        at_step(50),
+        lambda config: os.kill(controller_of(config), signal.SIGKILL),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+def test_accident(tutorial, reference, name):
+    config = dataclasses.replace(reference, run_name=re.sub(r"\W+", "-", name))
+    accident = Accident(config, *ACCIDENTS[name])
+    result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
+    accident.join()
+    assert result.error is None and result.metrics["step"] == config.max_steps
+    assert_equal_runs(tutorial, config, reference)
+    assert accident.seconds < 30 + (config.stall_timeout_s if "SIGSTOP" in name else 0)
+
+
+def test_exception_in_the_training_function(tutorial, reference):
+    """An exception that comes up in the middle of the loop, once."""
+    config = dataclasses.replace(reference, run_name="exception")
+    train_loop = tutorial.train_loop_per_worker
+
+    def accident(thread: int, log: Path) -> None:
+        while not log.exists() or log.read_text().count("\n") < 45:
+            time.sleep(0.01)
+        error = ctypes.py_object(ZeroDivisionError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
+    def loop(settings: dict) -> None:
+        if ray.train.get_checkpoint() is None:
+            arguments = (threading.get_ident(), config.run_path / "metrics.jsonl")
+            threading.Thread(target=accident, args=arguments, daemon=True).start()
+        train_loop(settings)
+
+    result = tutorial.make_trainer(config, loop).fit()
+    assert result.error is None
+    assert_equal_runs(tutorial, config, reference)
+
+
+def test_ten_runs_killed_at_random(tutorial, reference):
+    """SIGKILL of a random rank at a random moment, ten runs in a row."""
+    rng = np.random.default_rng()
+    for run in range(10):
+        config = dataclasses.replace(reference, run_name=f"random-{run}")
+        rank, step = int(rng.integers(2)), int(rng.integers(1, 180))
+        print(f"run {run}: rank {rank} at step {step}")
+        accident = Accident(config, at_step(step), kill(rank, signal.SIGKILL))
+        result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
+        accident.join()
+        assert result.error is None
+        assert_equal_runs(tutorial, config, reference)
+
+
+def test_hang_names_the_step(tutorial, small, tmp_path):
+    """The watchdog's message, from a process of its own."""
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from conftest import load_notebook
+dog = load_notebook().Watchdog(1.0)
+for step in range(5):
+    dog.beat(step)
+    time.sleep(0.4)
+time.sleep(60)
+"""
+    command = [sys.executable, "-u", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == -signal.SIGKILL
+    assert "no progress for 1 s after step 4" in result.stdout
+
+
+def test_divergence_stops_the_run_and_keeps_the_checkpoint(tutorial, reference):
+    """20 good steps, then a learning rate that throws the parameters out of float32."""
+    config = dataclasses.replace(
+        reference, run_name="diverged", max_steps=20, log_interval=7
+    )
+    tutorial.make_trainer(config).fit()
+    wild = {"learning_rate": 1e38, "min_learning_rate": 1e38, "grad_clip": 1e30}
+    config = dataclasses.replace(config, max_steps=200, **wild)
+    for _ in range(2):  # and a second start doesn't try again
+        with pytest.raises(
+            ray.train.TrainingFailedError, match="Diverged at step 2[1-9]"
+        ):
+            tutorial.make_trainer(config).fit()
+    note = (config.run_path / "diverged.txt").read_text()
+    assert re.search(r"Diverged at step 2[1-9]: .*(nan|inf).*step_00000020", note)
+    assert tutorial.saved_checkpoints(config)[0].name == "step_00000020"
+    assert last_step(config) <= 21
+
+
+def test_bad_steps_are_skipped_up_to_a_bound(tutorial, small, capsys):
+    config = small(max_skipped_steps=2)
+    optimizer = tutorial.create_optimizer(config)
+    params = {"w": np.ones((2, 2), np.float32)}
+    state = optimizer.init(params)
+    bad, good = ({"w": np.full((2, 2), x, np.float32)} for x in (np.nan, 1.0))
+    for count, grads in [(1, bad), (2, bad), (0, good), (1, bad)]:
+        updates, state = optimizer.update(grads, state, params)
+        assert int(state.notfinite_count) == count
+        assert (np.asarray(updates["w"]) == 0).all() == (grads is bad)
+    metrics = {"loss": math.nan, "grad_norm": math.nan}
+    config.run_path.mkdir(parents=True)
+    tutorial.check_finite(config, {7: metrics | {"skipped_in_a_row": 2}})
+    assert "step 7: skipped" in capsys.readouterr().out
+    with pytest.raises(FloatingPointError, match="Diverged at step 8"):
+        tutorial.check_finite(config, {8: metrics | {"skipped_in_a_row": 3}})
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import load_notebook
+import ray
+tutorial = load_notebook()
+config = tutorial.TrainingConfig(**{settings!r})
+ray.init("local", num_cpus=4)
+result = tutorial.make_trainer(config).fit()
+assert result.error is None, result.error
+"""
+
+
+def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
+    """Then the same program is run again: it goes on by itself and says from where."""
+    config = dataclasses.replace(reference, run_name="driver")
+    settings = dataclasses.asdict(config)
+    script = DRIVER.format(tests=str(ROOT / "tests"), settings=settings)
+    command = [sys.executable, "-c", script]
+    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    wait_for(at_step_of(config, 50), what="step 50")
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert re.search(
+        r"Going on from \S+step_000000[24]0", second.stdout + second.stderr
+    )
+    assert_equal_runs(tutorial, config, reference)
+
+
+def at_step_of(config, step: int):
+    return lambda: last_step(config) >= step
