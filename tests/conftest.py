@@ -1,13 +1,6 @@
-"""Load the notebook's own definitions as a module, so that they are tested themselves.
+"""What the tests share: the notebook as a module, a Ray cluster, small configurations."""
 
-Ray pickles functions of `__main__`, which is where a notebook's are, by value; the module
-is registered for the same treatment.
-"""
-
-import ast
 import os
-import sys
-import types
 from functools import partial
 from pathlib import Path
 
@@ -17,35 +10,23 @@ os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 
-import nbformat
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import ray
+from notebook_module import load_notebook
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def is_definition(node: ast.stmt) -> bool:
-    """Imports, functions, classes, and constants: all but what a cell runs or shows."""
-    if isinstance(node, ast.Assign):
-        return all(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets)
-    return isinstance(
-        node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+def read_arrays(path: Path) -> list[np.ndarray]:
+    """Every array of a checkpoint, in the order of its tree."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = checkpointer.metadata(path).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    restored = checkpointer.restore(
+        path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
     )
-
-
-def load_notebook(path: Path = ROOT / "README.ipynb") -> types.ModuleType:
-    """The notebook's definitions as the module `tutorial`."""
-    module = types.ModuleType("tutorial")
-    sys.modules["tutorial"] = module
-    notebook = nbformat.read(path, as_version=4)
-    for index, cell in enumerate(notebook.cells):
-        if cell.cell_type == "code":
-            tree = ast.parse(cell.source)
-            tree.body = [node for node in tree.body if is_definition(node)]
-            exec(compile(tree, f"README.ipynb cell {index}", "exec"), module.__dict__)
-    ray.cloudpickle.register_pickle_by_value(module)
-    return module
+    return jax.tree.leaves(restored)
 
 
 @pytest.fixture(scope="session")

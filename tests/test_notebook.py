@@ -10,10 +10,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import render_readme
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci"))
-import render_readme  # noqa: E402
 
 
 def code_cells(path=ROOT / "README.ipynb"):

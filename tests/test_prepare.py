@@ -112,8 +112,8 @@ def test_killed_preparation_leaves_no_finished_folder(tutorial, small, tmp_path)
     config = small(dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
     script = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from conftest import load_notebook
+sys.path.insert(0, {str(ROOT / "ci")!r})
+from notebook_module import load_notebook
 import ray
 ray.init("local", num_cpus=2, log_to_driver=False)
 tutorial = load_notebook()

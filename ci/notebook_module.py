@@ -1,0 +1,38 @@
+"""Load the notebook's own definitions as a module, so that nothing is written twice.
+
+Ray pickles functions of `__main__`, which is where a notebook's are, by value; the module
+is registered for the same treatment.
+"""
+
+import ast
+import sys
+import types
+from pathlib import Path
+
+import nbformat
+import ray
+
+NOTEBOOK = Path(__file__).resolve().parent.parent / "README.ipynb"
+
+
+def is_definition(node: ast.stmt) -> bool:
+    """Imports, functions, classes, and constants: all but what a cell runs or shows."""
+    if isinstance(node, ast.Assign):
+        return all(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets)
+    return isinstance(
+        node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    )
+
+
+def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
+    """The notebook's definitions as the module `tutorial`."""
+    module = types.ModuleType("tutorial")
+    sys.modules["tutorial"] = module
+    notebook = nbformat.read(path, as_version=4)
+    for index, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            tree = ast.parse(cell.source)
+            tree.body = [node for node in tree.body if is_definition(node)]
+            exec(compile(tree, f"README.ipynb cell {index}", "exec"), module.__dict__)
+    ray.cloudpickle.register_pickle_by_value(module)
+    return module
