@@ -143,8 +143,6 @@ def writing_a_checkpoint(config) -> bool:
 
 
 ACCIDENTS = {
-    "SIGKILL of rank 0": (at_step(50), kill(0, signal.SIGKILL)),
-    "SIGKILL of rank 1": (at_step(50), kill(1, signal.SIGKILL)),
     "SIGKILL before the first checkpoint": (at_step(3), kill(0, signal.SIGKILL)),
     "SIGKILL while writing": (writing_a_checkpoint, kill(0, signal.SIGKILL)),
     "SIGTERM, as a preempted node gets it": (at_step(50), preempt),
@@ -203,16 +201,16 @@ def test_exception_in_the_training_function(tutorial, reference):
 
 
 def test_ten_runs_killed_at_random(tutorial, reference):
-    """SIGKILL of a random rank at a random moment, ten runs in a row."""
+    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, ten runs in a row."""
     rng = np.random.default_rng()
     for run in range(10):
         config = dataclasses.replace(reference, run_name=f"random-{run}")
-        rank, step = int(rng.integers(2)), int(rng.integers(1, 110))
+        rank, step = run % 2, int(rng.integers(1, 110))
         print(f"run {run}: rank {rank} at step {step}")
         accident = Accident(config, at_step(step), kill(rank, signal.SIGKILL))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None
+        assert result.error is None and accident.seconds < 30
         assert_equal_runs(tutorial, config, reference)
 
 
