@@ -28,8 +28,8 @@ def text_of(cells) -> str:
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    """The notebook after `pytest --nbmake`, in a folder of its own."""
+def smoke_folder(tmp_path_factory):
+    """A folder in which `pytest --nbmake` has run the notebook."""
     folder = tmp_path_factory.mktemp("smoke")
     shutil.copy(ROOT / "README.ipynb", folder)
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -51,7 +51,13 @@ def executed(tmp_path_factory):
         timeout=1200,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    return code_cells(folder / "README.ipynb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def executed(smoke_folder):
+    """The code cells of the executed notebook."""
+    return code_cells(smoke_folder / "README.ipynb")
 
 
 @pytest.mark.slow
@@ -90,6 +96,30 @@ def test_notebook_is_quiet(executed):
     text = text_of(c for c in executed if "result = trainer.fit()" in c.source)
     steps = re.findall(r"step \d+ \| tokens \S+", text)
     assert len(steps) == len(set(steps)) == 30
+
+
+@pytest.mark.slow
+def test_exported_model_answers_where_our_code_is_not(smoke_folder, tmp_path):
+    """The model that the notebook trained, through transformers alone."""
+    (exported,) = smoke_folder.glob("storage/runs/smoke-*/huggingface")
+    script = f"""
+import sys
+from transformers import pipeline
+answer = pipeline("text-generation", {str(exported)!r})
+print(answer("The value of the expression", max_new_tokens=8)[0]["generated_text"])
+assert not {{"jax", "flax", "ray", "tutorial"}} & set(sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    answer = result.stdout[result.stdout.index("The value of the expression") :]
+    assert len(answer.strip()) > len("The value of the expression")
 
 
 def test_readme_is_in_step():
