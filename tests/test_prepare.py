@@ -95,7 +95,8 @@ def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
         config = small(dataset=dataset)
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             tutorial.prepare_dataset(config)
-        assert not list(tmp_path.glob("data*"))
+        assert not Path(config.data_dir).exists()
+        assert not Path(f"{config.data_dir}.partial").exists()
 
 
 def test_hub_out_of_reach_names_the_ways_out(tutorial, small, monkeypatch):
