@@ -1,6 +1,7 @@
 """The optimizer and the train step, against PyTorch and against themselves."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -158,3 +159,33 @@ def test_memorizes_one_batch(tutorial, small):
     windows = np.broadcast_to(windows_for(config, 1), (60, 4, 17))
     _, losses = run(tutorial, config, windows)
     assert losses[-1] < 0.5 < 6 < losses[0]
+
+
+def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
+    """On a device whose peak is known, by nanoGPT's formula."""
+    gpt2 = tutorial.TrainingConfig()
+    assert tutorial.flops_per_token(gpt2) == pytest.approx(855.2e6, rel=1e-3)
+    monkeypatch.setitem(tutorial.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    config = small()
+    config.run_path.mkdir(parents=True)
+    log = tutorial.RunLog(config, 0)
+    for step in (1, 2):
+        log.add(step, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
+    log.write()
+    (line,) = map(
+        json.loads, (config.run_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 4 * 16, 3.0)
+    flops = line["tokens_per_s"] * tutorial.flops_per_token(config)
+    assert line["mfu"] == pytest.approx(flops / 1e12, rel=0.01)
+
+
+def test_log_forgets_what_comes_after_the_checkpoint(tutorial, small):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    path = config.run_path / "metrics.jsonl"
+    path.write_text(
+        "".join(f'{{"step": {n}}}\n' for n in range(1, 6)) + '{"step": 6, "lo'
+    )
+    tutorial.RunLog(config, 3)
+    assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in range(1, 4))
