@@ -1,5 +1,6 @@
 """What the tests share: the notebook as a module, a Ray cluster, small configurations."""
 
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ def cluster():
     """A real Ray cluster of one node."""
     ray.init("local", num_cpus=4, log_to_driver=False)
     yield
+    gc.collect()  # end datasets that nobody reads any more before their cluster goes
     ray.shutdown()
 
 

@@ -173,15 +173,12 @@ def test_resuming_late_is_as_quick_as_resuming_early(
 
     def seconds(step):
         start = time.monotonic()
-        batch = next(
-            iter(
-                tutorial.global_batches(
-                    config, tutorial.make_mesh(config), "train", step
-                )
-            )
+        batches = tutorial.global_batches(
+            config, tutorial.make_mesh(config), "train", step
         )
-        batch.block_until_ready()
-        return time.monotonic() - start
+        with contextlib.closing(batches):
+            next(batches).block_until_ready()
+            return time.monotonic() - start
 
     seconds(0)  # start Ray Data's processes
     early, late = (min(seconds(step) for _ in range(3)) for step in (10, 100_000))

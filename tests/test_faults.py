@@ -159,7 +159,7 @@ def test_accident(tutorial, reference, name):
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(tutorial, config, reference)
     stall = config.stall_timeout_s if "SIGSTOP" in name else 0
-    assert accident.seconds < 30 + stall
+    assert accident.seconds < 60 + stall  # measured: 15 to 25 s; machines are noisy
 
 
 def test_sigkill_of_the_controller(tutorial, reference):
@@ -210,7 +210,7 @@ def test_ten_runs_killed_at_random(tutorial, reference):
         accident = Accident(config, at_step(step), kill(rank, signal.SIGKILL))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None and accident.seconds < 30
+        assert result.error is None and accident.seconds < 60
         assert_equal_runs(tutorial, config, reference)
 
 
