@@ -24,15 +24,18 @@ def is_definition(node: ast.stmt) -> bool:
     )
 
 
+def code_cells(path: Path = NOTEBOOK) -> list[nbformat.NotebookNode]:
+    """The notebook's code cells, in order."""
+    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+
+
 def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
     """The notebook's definitions as the module `tutorial`."""
     module = types.ModuleType("tutorial")
     sys.modules["tutorial"] = module
-    notebook = nbformat.read(path, as_version=4)
-    for index, cell in enumerate(notebook.cells):
-        if cell.cell_type == "code":
-            tree = ast.parse(cell.source)
-            tree.body = [node for node in tree.body if is_definition(node)]
-            exec(compile(tree, f"README.ipynb cell {index}", "exec"), module.__dict__)
+    for index, cell in enumerate(code_cells(path), 1):
+        tree = ast.parse(cell.source)
+        tree.body = [node for node in tree.body if is_definition(node)]
+        exec(compile(tree, f"README.ipynb code cell {index}", "exec"), module.__dict__)
     ray.cloudpickle.register_pickle_by_value(module)
     return module

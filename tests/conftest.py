@@ -16,17 +16,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import ray
+import ray.train
 from notebook_module import load_notebook
 
 
-def read_arrays(path: Path) -> list[np.ndarray]:
+def read_arrays(path) -> list[np.ndarray]:
     """Every array of a checkpoint, in the order of its tree."""
     checkpointer = ocp.PyTreeCheckpointer()
-    tree = checkpointer.metadata(path).item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    restored = checkpointer.restore(
-        path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-    )
+    with ray.train.Checkpoint(str(path)).as_directory() as folder:
+        tree = checkpointer.metadata(folder).item_metadata.tree
+        restore_args = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        restored = checkpointer.restore(
+            folder, args=ocp.args.PyTreeRestore(restore_args=restore_args)
+        )
     return jax.tree.leaves(restored)
 
 

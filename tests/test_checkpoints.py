@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import ray.train
+from accidents import log_of
 from conftest import read_arrays
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def copy_of(tutorial, finished):
 
 def test_latest_and_best_are_kept(tutorial, finished):
     config, result = finished
-    kept = {int(path.name[5:]) for path in tutorial.saved_checkpoints(config)}
+    kept = {int(name[5:]) for name in tutorial.saved_checkpoints(config)}
     lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
     losses = {
         x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
@@ -92,18 +93,21 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
 ):
     config = copy_of(damage.__name__)
     newest, before = tutorial.saved_checkpoints(config)[:2]
-    expected = read_arrays(newest)
-    damage(newest)
+    expected = read_arrays(config.run_path / newest)
+    damage(Path(config.run_path / newest))
+    with pytest.raises(
+        ray.train.TrainingFailedError, match=f"Cannot restore .*{newest}"
+    ):
+        tutorial.make_trainer(dataclasses.replace(config, max_failures=0)).fit()
+    note = config.run_path / f"{newest}.refused"
+    assert newest in note.read_text()
+    assert tutorial.saved_checkpoints(config)[0] == before
+
     result = tutorial.make_trainer(config).fit()
-    assert result.error is None
-    assert (config.run_path / "step_00000060.damaged").is_dir()
-    for a, b in zip(read_arrays(newest), expected):
+    assert result.error is None and not note.exists()  # saved again, and good
+    for a, b in zip(read_arrays(config.run_path / newest), expected):
         np.testing.assert_array_equal(a, b)
-    steps = [
-        json.loads(line)["step"]
-        for line in (config.run_path / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == list(range(1, 61)) and before.name < newest.name
+    assert [line["step"] for line in log_of(config)] == list(range(1, 61))
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
@@ -116,7 +120,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
 
 def test_half_written_checkpoint_is_ignored(tutorial, copy_of):
     config = copy_of("half", max_steps=70)
-    newest = tutorial.saved_checkpoints(config)[0]
+    newest = config.run_path / tutorial.saved_checkpoints(config)[0]
     shutil.copytree(newest, config.run_path / "step_00000065.orbax-checkpoint-tmp")
     damage_by_deletion(config.run_path / "step_00000065.orbax-checkpoint-tmp")
     assert tutorial.make_trainer(config).fit().metrics["step"] == 70
@@ -152,9 +156,10 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
         with no_space:
             tutorial.make_trainer(config).fit()
         saved = tutorial.saved_checkpoints(config)
-        assert saved[-1].name == "step_00000010"
-        for path in saved:
-            assert all(np.isfinite(array).all() for array in read_arrays(path))
+        assert saved[-1] == "step_00000010"
+        for name in saved:
+            arrays = read_arrays(config.run_path / name)
+            assert all(np.isfinite(array).all() for array in arrays)
 
 
 def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):

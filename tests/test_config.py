@@ -2,10 +2,15 @@
 
 import dataclasses
 import math
+import subprocess
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import ray
+import yaml
+from notebook_module import code_cells
 
 ROOT = Path(__file__).resolve().parent.parent
 # gpt2-finetune starts from weights on the hub; test_huggingface loads it with local ones.
@@ -97,3 +102,56 @@ def test_driver_stays_on_the_cpu(tutorial):
     import jax
 
     assert {device.platform for device in jax.devices()} == {"cpu"}
+
+
+def test_configuration_is_data_and_not_a_program(tutorial, tmp_path):
+    path, proof = tmp_path / "evil.yaml", tmp_path / "proof"
+    path.write_text(f"run_name: !!python/object/apply:os.system ['touch {proof}']\n")
+    with pytest.raises(yaml.constructor.ConstructorError):
+        tutorial.load_config(path)
+    assert not proof.exists()
+
+
+def test_nothing_unpickles(tutorial):
+    """Token files, weights, and checkpoints have formats that cannot hold code."""
+    source = "\n".join(cell.source for cell in code_cells())
+    for word in ("pickle", "eval(", "exec(", "torch.load", "np.load", "trust_remote"):
+        assert word not in source, word
+
+
+def test_errors_do_not_tell_secrets(tutorial, small, monkeypatch, tmp_path):
+    """What a person copies into a bug report has no token in it."""
+    secret = "hf_thisIsASecretToken1234567890"
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    storage = str(tmp_path / "file")
+    Path(storage).write_text("")
+    attempts = [
+        lambda: tutorial.load_config(ROOT / "configs/smoke.yaml", wrong=1),
+        lambda: tutorial.load_documents(small(dataset="nobody/nothing")),
+        lambda: tutorial.check_storage(small(storage_path=storage)),
+        lambda: tutorial.check_resources(small(num_workers=4, cpus_per_worker=999.0)),
+        lambda: tutorial.open_tokens(small(), "train"),
+    ]
+    for attempt in attempts:
+        with pytest.raises((ValueError, OSError, RuntimeError)) as error:
+            attempt()
+        assert secret not in "".join(traceback.format_exception(error.value))
+
+
+def test_dashboard_listens_on_the_loopback_address_only(tutorial):
+    """Started as the notebook starts it, in a process of its own."""
+    (cell,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
+    script = f"""
+import os, psutil, ray
+{cell.splitlines()[0]}
+port = int(ray._private.worker.global_worker.node.webui_url.rsplit(":", 1)[1])
+found = [c.laddr.ip for c in psutil.net_connections("tcp")
+         if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+print("LISTENS", found)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert "LISTENS ['127.0.0.1']" in result.stdout, result.stdout + result.stderr

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import json
 import math
 import os
 import re
@@ -14,93 +13,22 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import ray
-from conftest import read_arrays
+from accidents import (
+    Accident,
+    assert_equal_runs,
+    at_step,
+    controller_of,
+    kill,
+    last_step,
+    train_loop_of,
+    wait_for,
+    worker_of,
+)
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def log_of(config) -> list[dict]:
-    path = config.run_path / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def last_step(config) -> int:
-    log = log_of(config)
-    return log[-1]["step"] if log else 0
-
-
-def wait_for(condition, seconds: float = 120, what: str = "condition"):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
-        time.sleep(0.02)
-
-
-def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process id in the run's folder."""
-    train_loop, make_config = tutorial.train_loop_per_worker, tutorial.TrainingConfig
-
-    def loop(settings: dict) -> None:
-        import os
-
-        import ray.train
-
-        rank = ray.train.get_context().get_world_rank()
-        pid_file = make_config(**settings).run_path / f"pid-{rank}"
-        pid_file.write_text(str(os.getpid()))
-        train_loop(settings)
-
-    return loop
-
-
-def worker_of(config, rank: int) -> int:
-    return int((config.run_path / f"pid-{rank}").read_text())
-
-
-def controller_of(config) -> int:
-    for process in psutil.process_iter(["cmdline"]):
-        if "ray::TrainController" in " ".join(process.info["cmdline"] or []):
-            return process.pid
-    raise AssertionError("no TrainController")
-
-
-class Accident(threading.Thread):
-    """Waits for a moment in the run, does harm, and measures how long recovery takes."""
-
-    def __init__(self, config, moment, harm):
-        super().__init__()
-        self.config, self.moment, self.harm = config, moment, harm
-        self.seconds = None
-        self.start()
-
-    def run(self):
-        wait_for(lambda: self.moment(self.config), what="the moment")
-        step, start = last_step(self.config), time.monotonic()
-        self.harm(self.config)
-        wait_for(lambda: last_step(self.config) > step, what="a new step")
-        self.seconds = time.monotonic() - start
-        print(f"killed after step {step}; next new step {self.seconds:.1f} s later")
-
-
-def state_of(tutorial, config) -> list[np.ndarray]:
-    """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = tutorial.saved_checkpoints(config)[0]
-    assert newest.name == f"step_{config.max_steps:08d}"
-    return read_arrays(newest)
-
-
-def assert_equal_runs(tutorial, config, reference) -> None:
-    """Bit for bit: parameters, optimizer state, every logged loss, each step once."""
-    for a, b in zip(state_of(tutorial, config), state_of(tutorial, reference)):
-        np.testing.assert_array_equal(a, b)
-    logs = log_of(config), log_of(reference)
-    for name in ("step", "loss", "grad_norm", "val_loss"):
-        assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
 
 
 @pytest.fixture(scope="module")
@@ -122,20 +50,12 @@ def reference(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
     return config
 
 
-def kill(rank: int, number: int):
-    return lambda config: os.kill(worker_of(config, rank), number)
-
-
 def preempt(config) -> None:
     """What a node does that is taken away: SIGTERM, and soon after SIGKILL."""
     pid = worker_of(config, 1)
     os.kill(pid, signal.SIGTERM)
     time.sleep(1)
     os.kill(pid, signal.SIGKILL)
-
-
-def at_step(step: int):
-    return lambda config: last_step(config) >= step
 
 
 def writing_a_checkpoint(config) -> bool:
@@ -247,7 +167,7 @@ def test_divergence_stops_the_run_and_keeps_the_checkpoint(tutorial, reference):
             tutorial.make_trainer(config).fit()
     note = (config.run_path / "diverged.txt").read_text()
     assert re.search(r"Diverged at step 2[1-9]: .*(nan|inf).*step_00000020", note)
-    assert tutorial.saved_checkpoints(config)[0].name == "step_00000020"
+    assert tutorial.saved_checkpoints(config)[0] == "step_00000020"
     assert last_step(config) <= 21
 
 
@@ -289,7 +209,7 @@ def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
     script = DRIVER.format(ci=str(ROOT / "ci"), settings=settings)
     command = [sys.executable, "-c", script]
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    wait_for(at_step_of(config, 50), what="step 50")
+    wait_for(lambda: last_step(config) >= 50, what="step 50")
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -298,7 +218,3 @@ def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
         r"Going on from \S+step_000000(30|45)", second.stdout + second.stderr
     )
     assert_equal_runs(tutorial, config, reference)
-
-
-def at_step_of(config, step: int):
-    return lambda: last_step(config) >= step

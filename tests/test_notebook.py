@@ -8,16 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import render_readme
+from notebook_module import code_cells
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def code_cells(path=ROOT / "README.ipynb"):
-    notebook = nbformat.read(path, as_version=4)
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def text_of(cells) -> str:
@@ -101,7 +96,7 @@ def test_notebook_is_quiet(executed):
 @pytest.mark.slow
 def test_exported_model_answers_where_our_code_is_not(smoke_folder, tmp_path):
     """The model that the notebook trained, through transformers alone."""
-    (exported,) = smoke_folder.glob("storage/runs/smoke-*/huggingface")
+    (exported,) = smoke_folder.glob("storage/huggingface/smoke-*")
     script = f"""
 import sys
 from transformers import pipeline

@@ -1,18 +1,13 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
 import pytest
+from accidents import log_of
 
 pytestmark = pytest.mark.slow
-
-
-def log_of(config) -> list[dict]:
-    text = (config.run_path / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def alone(tutorial, config):

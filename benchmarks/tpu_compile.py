@@ -1,0 +1,106 @@
+"""Compile the notebook's train step for a TPU slice, without a TPU.
+
+    python benchmarks/tpu_compile.py configs/gpt2-124m-tpu-v6e.yaml [--slices 2]
+        [--json] [key=value ...]
+
+libtpu brings the TPU compiler; `pip install libtpu` and any machine will do. Prints what
+the program needs on each chip: memory, arithmetic, communication, and the time to compile.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+
+import jax
+import jax.numpy as jnp
+import yaml
+from jax.experimental import topologies
+from notebook_module import load_notebook
+
+COLLECTIVES = (
+    "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+)
+
+
+def collectives_of(program: str) -> dict[str, int]:
+    """How often each collective stands in a compiled program."""
+    names = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", program)
+    return dict(collections.Counter(names))
+
+
+def compile_step(tutorial, config, mesh):
+    """The compiled train step, and the seconds that tracing and compiling took."""
+    spec = jax.sharding.PartitionSpec(tutorial.BATCH_AXES)
+    windows = jax.ShapeDtypeStruct(
+        (config.batch_size, config.block_size + 1),
+        jnp.uint16,
+        sharding=jax.sharding.NamedSharding(mesh, spec),
+    )
+    state = tutorial.abstract_state(config, mesh)
+    with jax.set_mesh(mesh):
+        start = time.perf_counter()
+        lowered = tutorial.train_step.lower(state, windows, config)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
+    return compiled, middle - start, time.perf_counter() - middle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
+    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    tutorial = load_notebook()
+    changes = dict(change.split("=", 1) for change in arguments.changes)
+    changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+    config = tutorial.load_config(arguments.config, **changes)
+    generation = config.accelerator_type.removeprefix("TPU-").lower()
+    topology = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"{generation}:{config.topology}",
+        num_slices=arguments.slices,
+    )
+    mesh = tutorial.make_mesh(config, topology.devices)
+    compiled, trace_s, compile_s = compile_step(tutorial, config, mesh)
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    gib = partial(round, ndigits=2)
+    arguments_gib = memory.argument_size_in_bytes / 2**30
+    temporary_gib = memory.temp_size_in_bytes / 2**30
+    report = {
+        "config": Path(arguments.config).stem,
+        "devices": len(topology.devices),
+        "parameters": tutorial.count_parameters(config),
+        "windows_per_device_step": config.batch_size
+        // (len(topology.devices) // config.tensor_parallel)
+        // config.gradient_accumulation_steps,
+        "arguments_gib": gib(arguments_gib),
+        "temporary_gib": gib(temporary_gib),
+        "total_gib": gib(arguments_gib + temporary_gib),  # results take their place
+        "tflops": gib(compiled.cost_analysis()["flops"] / 1e12),
+        "collectives": collectives_of(program),
+        "kernels": program.count("tpu_custom_call"),
+        "trace_s": round(trace_s, 1),
+        "compile_s": round(compile_s, 1),
+    }
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        for key, value in report.items():
+            print(f"{key:24} {value}")
+
+
+if __name__ == "__main__":
+    main()

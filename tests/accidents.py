@@ -1,0 +1,104 @@
+"""Harm to running trainings, with real processes and signals, and what to compare after."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import psutil
+from conftest import read_arrays
+
+
+def log_of(config) -> list[dict]:
+    path = config.run_path / "metrics.jsonl"
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+    except OSError:  # not there yet, or, on an object store, replaced meanwhile
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def last_step(config) -> int:
+    log = log_of(config)
+    return log[-1]["step"] if log else 0
+
+
+def wait_for(condition, seconds: float = 120, pause=0.02, what: str = "condition"):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
+        time.sleep(pause)
+
+
+def train_loop_of(tutorial):
+    """The notebook's loop, on workers that leave their process id in the run's folder."""
+    train_loop, make_config = tutorial.train_loop_per_worker, tutorial.TrainingConfig
+
+    def loop(settings: dict) -> None:
+        import os
+
+        import ray.train
+
+        rank = ray.train.get_context().get_world_rank()
+        pid_file = make_config(**settings).run_path / f"pid-{rank}"
+        pid_file.write_text(str(os.getpid()))
+        train_loop(settings)
+
+    return loop
+
+
+def worker_of(config, rank: int) -> int:
+    return int((config.run_path / f"pid-{rank}").read_text())
+
+
+def controller_of(config) -> int:
+    for process in psutil.process_iter(["cmdline"]):
+        if "ray::TrainController" in " ".join(process.info["cmdline"] or []):
+            return process.pid
+    raise AssertionError("no TrainController")
+
+
+class Accident(threading.Thread):
+    """Waits for a moment in the run, does harm, and measures how long recovery takes."""
+
+    def __init__(self, config, moment, harm):
+        super().__init__()
+        self.config, self.moment, self.harm = config, moment, harm
+        self.seconds = None
+        self.start()
+
+    def run(self):
+        pause = 0.5 if self.config.remote else 0.02
+        wait_for(lambda: self.moment(self.config), pause=pause, what="the moment")
+        step, start = last_step(self.config), time.monotonic()
+        self.harm(self.config)
+        new = f"step after {step}"
+        wait_for(lambda: last_step(self.config) > step, pause=pause, what=new)
+        self.seconds = time.monotonic() - start
+        print(f"killed after step {step}; next new step {self.seconds:.1f} s later")
+
+
+def state_of(tutorial, config) -> list[np.ndarray]:
+    """Every array of the last checkpoint: parameters, optimizer state, and step."""
+    newest = tutorial.saved_checkpoints(config)[0]
+    assert newest == f"step_{config.max_steps:08d}"
+    return read_arrays(config.run_path / newest)
+
+
+def assert_equal_runs(tutorial, config, reference) -> None:
+    """Bit for bit: parameters, optimizer state, every logged loss, each step once."""
+    for a, b in zip(state_of(tutorial, config), state_of(tutorial, reference)):
+        np.testing.assert_array_equal(a, b)
+    logs = log_of(config), log_of(reference)
+    for name in ("step", "loss", "grad_norm", "val_loss"):
+        assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+
+
+def kill(rank: int, number: int = signal.SIGKILL):
+    return lambda config: os.kill(worker_of(config, rank), number)
+
+
+def at_step(step: int):
+    return lambda config: last_step(config) >= step

@@ -1,0 +1,73 @@
+"""The machine descriptions in configs/compute: form, and agreement with configs/."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPUTE = ROOT / "configs/compute"
+RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
+
+
+def read(name: str) -> dict:
+    return yaml.safe_load((COMPUTE / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gce.yaml"])
+def test_anyscale(name):
+    config = read(name)
+    assert config.keys() == {"head_node", "worker_nodes"}
+    assert config["head_node"].keys() == {"instance_type"}
+    for group in config["worker_nodes"]:
+        assert group.keys() == {"instance_type", "min_nodes", "max_nodes"}
+        assert 0 <= group["min_nodes"] <= group["max_nodes"] and group["max_nodes"] > 0
+        pattern = r"[a-z]\w*\.\w+" if name == "aws.yaml" else r"[a-z]\w*-\w+(-\w+)*"
+        assert re.fullmatch(pattern, group["instance_type"])
+
+
+def groups_of(name: str) -> list[dict]:
+    cluster = read(name)
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    assert cluster["spec"]["rayVersion"] == RAY[1]
+    head = cluster["spec"]["headGroupSpec"]
+    groups = cluster["spec"]["workerGroupSpecs"]
+    for group in [head, *groups]:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert group["rayStartParams"] == {}  # required, even if empty
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        # Every node sees the storage that load_config looks for.
+        (mount,) = container["volumeMounts"]
+        assert mount["mountPath"] == "/mnt/cluster_storage"
+        assert mount["name"] in [volume["name"] for volume in pod["volumes"]]
+    for group in groups:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    return groups
+
+
+def limits(group: dict) -> dict:
+    return group["template"]["spec"]["containers"][0]["resources"]["limits"]
+
+
+def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for(tutorial):
+    config = tutorial.load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
+    (group,) = groups_of("kuberay-tpu-v6e.yaml")
+    selector = group["template"]["spec"]["nodeSelector"]
+    assert selector["cloud.google.com/gke-tpu-topology"] == config.topology
+    assert selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
+    assert config.accelerator_type == "TPU-V6E"
+    chips = int(limits(group)["google.com/tpu"])
+    assert (group["numOfHosts"], chips) == (
+        config.num_workers,
+        config.devices_per_worker,
+    )
+    assert group["numOfHosts"] * chips == math.prod(map(int, config.topology.split("x")))
+
+
+def test_kuberay_gpu_nodes_stand_beside_cpu_nodes():
+    gpu, cpu = groups_of("kuberay-gpu.yaml")
+    assert limits(gpu)["nvidia.com/gpu"] == "8"
+    assert "nvidia.com/gpu" not in limits(cpu) and cpu["maxReplicas"] > 0

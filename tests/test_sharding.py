@@ -1,0 +1,137 @@
+"""One mesh for everything, on eight simulated devices of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MESHES = {  # data, fsdp, tensor
+    "data": (8, 1, 1),
+    "fsdp": (1, 8, 1),
+    "tensor": (1, 1, 8),
+    "data and fsdp": (2, 4, 1),
+    "all three": (2, 2, 2),
+}
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from notebook_module import load_notebook
+from tpu_compile import collectives_of, compile_step
+
+tutorial = load_notebook()
+SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,
+             compute_dtype="float32", batch_size=16, warmup_steps=3, decay_steps=20,
+             learning_rate=1e-3)
+windows = np.random.default_rng(0).integers(0, 1000, (10, 16, 33), np.uint16)
+
+def prepare(devices, shape, n_layer=1):
+    config = tutorial.TrainingConfig(**SHAPE, n_layer=n_layer, fsdp=shape[1],
+                                     tensor_parallel=shape[2],
+                                     devices_per_worker=len(devices))
+    assert config.mesh_shape(1) == shape
+    mesh = tutorial.make_mesh(config, devices)
+    return config, mesh, compile_step(tutorial, config, mesh)[0]
+
+def run(devices, shape):
+    config, mesh, step = prepare(devices, shape)
+    state, losses = tutorial.initial_state(config, mesh), []
+    shapes = {
+        ".".join(map(str, path)): (p.shape, p[...].addressable_shards[0].data.shape)
+        for path, p in tutorial.nnx.to_flat_state(state.params)
+    }
+    get = tutorial.optax.tree_utils.tree_get
+    mu, nu = get(state.opt_state, "mu"), get(state.opt_state, "nu")
+    moments = [p.sharding == m.sharding == n.sharding for p, m, n
+               in zip(*map(jax.tree.leaves, (state.params, mu, nu)))]
+    sharding = NamedSharding(mesh, PartitionSpec(tutorial.BATCH_AXES))
+    for batch in windows:
+        state, metrics = step(state, jax.device_put(batch, sharding))
+        losses.append(float(metrics["loss"]))
+    return dict(losses=losses, shapes=shapes, moments=all(moments),
+                collectives=collectives_of(step.as_text()))
+
+meshes = json.loads(sys.argv[1])
+report = {name: run(jax.devices(), tuple(shape)) for name, shape in meshes.items()}
+report["one device"] = run(jax.devices()[:1], (1, 1, 1))
+two = prepare(jax.devices(), (1, 1, 8), n_layer=2)[2]
+report["tensor, two layers"] = collectives_of(two.as_text())
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Losses, shardings, and collectives on each mesh, from a process with 8 devices."""
+    flags = "--xla_force_host_platform_device_count=8"
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_are_those_of_one_device(report, mesh):
+    np.testing.assert_allclose(
+        report[mesh]["losses"], report["one device"]["losses"], atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_are_divided_as_the_table_says(tutorial, report, mesh):
+    sizes = dict(zip(("data", "fsdp", "tensor"), MESHES[mesh]))
+    rules = dict(tutorial.SHARDING_RULES)
+    assert report[mesh]["moments"], "the optimizer's moments are divided otherwise"
+    for name, (shape, shard) in report[mesh]["shapes"].items():
+        axes = logical_axes(name)
+        expected = [n // sizes.get(rules.get(a), 1) for n, a in zip(shape, axes)]
+        assert shard == expected, name
+
+
+def logical_axes(name: str) -> tuple:
+    """What the axes of a parameter mean, written down apart from the model."""
+    module, leaf = name.split(".")[-2:]
+    if module in ("ln_1", "ln_2", "ln_f"):
+        return (None,)
+    axes = {
+        "wte": ("vocab", "embed"),
+        "wpe": (None, "embed"),
+        "query": ("embed", "heads"),
+        "key": ("embed", "heads"),
+        "value": ("embed", "heads"),
+        "c_fc": ("embed", "mlp"),
+        "c_proj": ("mlp" if ".mlp." in name else "heads", "embed"),
+    }[module]
+    return axes[1:] if leaf == "bias" else axes
+
+
+@pytest.mark.slow
+def test_collectives_are_the_expected_ones(report):
+    counts = {mesh: report[mesh]["collectives"] for mesh in MESHES}
+    print(counts)
+    assert report["one device"]["collectives"] == {}
+    # Data parallelism only sums gradients and the loss.
+    assert set(counts["data"]) == {"all-reduce"}
+    # FSDP gathers parameters, and sums gradients.
+    assert counts["fsdp"]["all-gather"] > 0
+    # A tensor-parallel layer sums activations twice forward and twice backward
+    # (Megatron-LM, Shoeybi et al. 2019, section 3), and gathers no parameter.
+    assert set(counts["tensor"]) == {"all-reduce"}
+    two_layers = report["tensor, two layers"]
+    assert set(two_layers) == {"all-reduce"}
+    assert two_layers["all-reduce"] - counts["tensor"]["all-reduce"] == 4

@@ -1,0 +1,97 @@
+"""Storage on an object store: a real S3 server on this machine."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import boto3
+import fsspec.config
+import pytest
+import ray
+from accidents import (
+    Accident,
+    assert_equal_runs,
+    at_step,
+    kill,
+    log_of,
+    train_loop_of,
+    wait_for,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The URL of an empty bucket, which this process and the cluster's may write to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [Path(sys.executable).with_name("moto_server"), "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "tester")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setitem(fsspec.config.conf, "s3", {"use_listings_cache": False})
+        wait_for(lambda: answers(port), what="the S3 server")
+        boto3.client("s3").create_bucket(Bucket="models")
+        ray.init("local", num_cpus=4, log_to_driver=False)
+        yield "s3://models/runs"
+        ray.shutdown()
+        server.terminate()
+
+
+def test_save_kill_resume_prune(tutorial, bucket, small, write_bins):
+    shape = {"n_layer": 1, "max_steps": 40, "decay_steps": 50, "eval_interval": 10}
+    local = write_bins(small(num_workers=2, dropout=0.1, run_name="killed", **shape))
+    assert tutorial.make_trainer(local).fit().error is None
+
+    config = dataclasses.replace(local, storage_path=bucket)
+    tutorial.check_storage(config)
+    accident = Accident(config, at_step(12), kill(1))
+    result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
+    accident.join()
+    assert result.error is None and result.metrics["step"] == 40
+    assert_equal_runs(tutorial, config, local)
+
+    # Pruned to the two best and the latest, here as there; and nothing left on the disk.
+    saved = tutorial.saved_checkpoints(config)
+    assert saved == tutorial.saved_checkpoints(local) and len(saved) <= 3
+    staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
+    assert [path for path in staging if int(path.name[5:]) > 20] == []
+
+    # A checkpoint that is damaged there is refused by name, and the one before it used.
+    path = config.run_path / "step_00000040" / "_METADATA"
+    path.write_text(json.dumps({"tree_metadata": {}}))
+    with pytest.raises(ray.train.TrainingFailedError, match="Cannot restore .*00000040"):
+        tutorial.make_trainer(dataclasses.replace(config, max_failures=0)).fit()
+    assert tutorial.saved_checkpoints(config) == saved[1:]
+
+    # Run again with more to do, it goes on; and the model can be loaded from there.
+    longer = dataclasses.replace(config, max_steps=45)
+    result = tutorial.make_trainer(longer).fit()
+    assert [line["step"] for line in log_of(config)] == list(range(1, 46))
+    assert [x["loss"] for x in log_of(config)[:40]] == [
+        x["loss"] for x in log_of(local)
+    ]
+    model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
+    assert model.config.run_path == config.run_path
+
+
+def test_bucket_that_does_not_exist(tutorial, bucket, small):
+    with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
+        tutorial.check_storage(small(storage_path="s3://nowhere/runs"))

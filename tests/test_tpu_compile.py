@@ -1,0 +1,40 @@
+"""The real train step, compiled for TPUs by libtpu, on a machine that has none."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks/tpu_compile.py"
+
+
+def compile_for_tpu(config: str, *options: str) -> dict:
+    """What `benchmarks/tpu_compile.py` says, from a process of its own."""
+    # A place of its own for libtpu's lock file: one process at a time may use it.
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, SCRIPT, ROOT / "configs" / config, *options, "--json"],
+            env=os.environ | {"TMPDIR": folder, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    print(report)
+    return report
+
+
+def test_gpt2_124m_fits_a_v6e_chip():
+    report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml")
+    assert report["devices"] == 16
+    assert report["total_gib"] < 31.25  # of 32 GB of HBM, what v6e leaves to programs
+    assert report["kernels"] > 0  # splash attention is in it
+    # Data-parallel: gradients are summed over all chips, and nothing else is moved.
+    assert set(report["collectives"]) <= {"all-reduce"}
