@@ -28,8 +28,8 @@ import yaml
 from jax.experimental import topologies
 from notebook_module import load_notebook
 
-COLLECTIVES = (
-    "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+COLLECTIVES = "|".join(
+    "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
 )
 
 

@@ -1,5 +1,6 @@
 """Harm to running trainings, with real processes and signals, and what to compare after."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -102,3 +103,14 @@ def kill(rank: int, number: int = signal.SIGKILL):
 
 def at_step(step: int):
     return lambda config: last_step(config) >= step
+
+
+def losses_of_one_process(tutorial, config) -> list[float]:
+    """The losses of the same run in this process, without Ray Train."""
+    config = dataclasses.replace(config, num_workers=1)
+    mesh = tutorial.make_mesh(config)
+    state, losses = tutorial.initial_state(config, mesh), []
+    for windows in tutorial.global_batches(config, mesh, "train"):
+        state, metrics = tutorial.train_step(state, windows, config)
+        losses.append(float(metrics["loss"]))
+    return losses

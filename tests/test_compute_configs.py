@@ -64,7 +64,9 @@ def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for(tutorial):
         config.num_workers,
         config.devices_per_worker,
     )
-    assert group["numOfHosts"] * chips == math.prod(map(int, config.topology.split("x")))
+    assert group["numOfHosts"] * chips == math.prod(
+        map(int, config.topology.split("x"))
+    )
 
 
 def test_kuberay_gpu_nodes_stand_beside_cpu_nodes():

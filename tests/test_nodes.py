@@ -1,14 +1,14 @@
 """Several nodes, played by a local Ray cluster: one goes away, comes back, or doesn't."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
-import os
-import threading
 import time
 
 import numpy as np
 import pytest
 import ray
-from accidents import at_step, last_step, log_of, wait_for
+from accidents import at_step, last_step, log_of, losses_of_one_process, wait_for
 from conftest import read_arrays
 from ray.cluster_utils import Cluster
 
@@ -27,10 +27,26 @@ def two_nodes():
     cluster.shutdown()
 
 
+@contextlib.contextmanager
+def in_the_background(function):
+    """Run `function` in a thread; gives a function that waits for its result.
+
+    Ray's test cluster adds nodes in the main thread only, so `fit` must leave it.
+    """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(function)
+        try:
+            yield lambda: future.result(timeout=240)
+        finally:
+            if not future.done():
+                ray.shutdown()  # so that the thread ends
+
+
 def lose(cluster) -> None:
     """The second node goes without a word: its processes get SIGKILL."""
-    node = next(node for node in cluster.list_all_nodes() if not node.head)
-    cluster.remove_node(node, allow_graceful=False)
+    (node,) = cluster.worker_nodes
+    cluster.worker_nodes.remove(node)
+    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
 
 
 def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
@@ -48,19 +64,15 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
     assert tutorial.make_trainer(reference).fit().error is None
     config = dataclasses.replace(reference, run_name="node")
 
-    def accident():
+    with in_the_background(tutorial.make_trainer(config).fit) as result:
         wait_for(lambda: at_step(50)(config), what="step 50")
         lose(two_nodes)
         time.sleep(5)
+        step, start = last_step(config), time.monotonic()
         two_nodes.add_node(num_cpus=3)
-        start, step = time.monotonic(), last_step(config)
         wait_for(lambda: last_step(config) > step, what="a new step")
         print(f"first new step {time.monotonic() - start:.1f} s after the node is back")
-
-    thread = threading.Thread(target=accident)
-    thread.start()
-    assert tutorial.make_trainer(config).fit().error is None
-    thread.join()
+        assert result().error is None
     states = [
         read_arrays(c.run_path / tutorial.saved_checkpoints(c)[0])
         for c in (config, reference)
@@ -98,13 +110,14 @@ def test_elastic_run_shrinks_and_grows(
         small(
             num_workers=2,
             cpus_per_worker=2.0,
-            max_steps=3_000,
-            decay_steps=3_000,
+            max_steps=1_500,
+            decay_steps=1_500,
             learning_rate=1e-3,
             eval_interval=100,
             run_name="reference",
         )
     )
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")  # a node is gone
     make = tutorial.make_scaling_config
 
     def impatient(config):
@@ -114,28 +127,26 @@ def test_elastic_run_shrinks_and_grows(
     config = dataclasses.replace(reference, run_name="elastic", num_workers=(1, 2))
     loop = loop_that_notes_the_world(tutorial, config)
 
-    def accident():
-        wait_for(lambda: at_step(250)(config), what="step 250")
+    config.run_path.mkdir(parents=True)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+        wait_for(lambda: at_step(100)(config), what="step 100")
         lose(two_nodes)
         wait_for(lambda: world_sizes(config) == [2, 1], what="one worker alone")
         step = last_step(config)
-        wait_for(lambda: last_step(config) > step + 150, what="its progress")
+        wait_for(lambda: last_step(config) > step + 20, what="its progress")
         two_nodes.add_node(num_cpus=3)
-
-    thread = threading.Thread(target=accident)
-    config.run_path.mkdir(parents=True)
-    thread.start()
-    assert tutorial.make_trainer(config, loop).fit().error is None
-    thread.join()
+        assert result().error is None
     assert world_sizes(config)[:3] == [2, 1, 2]
-    assert tutorial.make_trainer(reference).fit().error is None
-    logs = log_of(config), log_of(reference)
-    assert [x["step"] for x in logs[0]] == list(range(1, 3_001))
-    losses = [[x["loss"] for x in log] for log in logs]
-    np.testing.assert_allclose(*losses, atol=1e-4)
+    assert [x["step"] for x in log_of(config)] == list(range(1, 1_501))
+    losses = [x["loss"] for x in log_of(config)]
+    np.testing.assert_allclose(
+        losses, losses_of_one_process(tutorial, reference), atol=1e-4
+    )
 
 
-def test_storage_that_nodes_do_not_share(tutorial, small, tmp_path, monkeypatch):
+def test_storage_that_nodes_do_not_share(
+    tutorial, small, write_bins, tmp_path, monkeypatch
+):
     """Two nodes with different folders under one path: the start says so."""
     cluster = Cluster()
     for name in ("head", "other"):  # the path below is under each process's own folder
@@ -146,15 +157,14 @@ def test_storage_that_nodes_do_not_share(tutorial, small, tmp_path, monkeypatch)
             ray.init(cluster.address, log_to_driver=False)
     monkeypatch.chdir(tmp_path / "head")
     cluster.wait_for_nodes()
-    config = small(num_workers=2, cpus_per_worker=2.0, max_failures=0)
+    config = write_bins(small(num_workers=2, cpus_per_worker=2.0, max_failures=0))
     config = dataclasses.replace(config, storage_path="/proc/self/cwd/runs")
     try:
         start = time.monotonic()
-        with pytest.raises(Exception, match="(?i)storage_path.*shared|accessible"):
+        with pytest.raises(Exception, match="storage_path: .* is another folder"):
             tutorial.make_trainer(config).fit()
         print(f"noticed after {time.monotonic() - start:.1f} s")
         assert not list(tmp_path.glob("*/runs/run/step_*"))
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert os.getcwd() == str(tmp_path / "head")

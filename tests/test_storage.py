@@ -77,7 +77,9 @@ def test_save_kill_resume_prune(tutorial, bucket, small, write_bins):
     # A checkpoint that is damaged there is refused by name, and the one before it used.
     path = config.run_path / "step_00000040" / "_METADATA"
     path.write_text(json.dumps({"tree_metadata": {}}))
-    with pytest.raises(ray.train.TrainingFailedError, match="Cannot restore .*00000040"):
+    with pytest.raises(
+        ray.train.TrainingFailedError, match="Cannot restore .*00000040"
+    ):
         tutorial.make_trainer(dataclasses.replace(config, max_failures=0)).fit()
     assert tutorial.saved_checkpoints(config) == saved[1:]
 

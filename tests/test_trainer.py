@@ -5,19 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from accidents import log_of
+from accidents import log_of, losses_of_one_process
 
 pytestmark = pytest.mark.slow
-
-
-def alone(tutorial, config):
-    """The losses of the same run in this process, without Ray Train."""
-    mesh = tutorial.make_mesh(config)
-    state, losses = tutorial.initial_state(config, mesh), []
-    for windows in tutorial.global_batches(config, mesh, "train"):
-        state, metrics = tutorial.train_step(state, windows, config)
-        losses.append(float(metrics["loss"]))
-    return losses
 
 
 @pytest.fixture
@@ -39,7 +29,9 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     # The same numbers as one process: the two workers are one program.
     one = dataclasses.replace(config, num_workers=1)
     np.testing.assert_allclose(
-        [line["loss"] for line in log], alone(tutorial, one), atol=1e-4
+        [line["loss"] for line in log],
+        losses_of_one_process(tutorial, config),
+        atol=1e-4,
     )
 
     # The result is what step 7 says it is.

@@ -1,0 +1,72 @@
+"""Which devices a worker gets: GPUs that Ray assigned, simulated here, and several each."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import ray
+import ray.train
+from accidents import log_of, losses_of_one_process
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
+    """Data, FSDP, and tensor parallelism at once; then on another mesh."""
+    config = small(num_workers=2, devices_per_worker=4, max_steps=10, eval_interval=5)
+    config = write_bins(dataclasses.replace(config, batch_size=8))
+    result = tutorial.make_trainer(config).fit()
+    assert result.error is None and result.metrics["step"] == 10
+    alone = dataclasses.replace(config, devices_per_worker=1)
+    losses = losses_of_one_process(tutorial, dataclasses.replace(alone, max_steps=15))
+    np.testing.assert_allclose(
+        [x["loss"] for x in log_of(config)], losses[:10], atol=1e-4
+    )
+
+    # Written by 8 devices in parallel on the data, restored by 4 that divide the model.
+    other = dataclasses.replace(config, num_workers=1, fsdp=4, max_steps=15)
+    assert other.mesh_shape(1) == (1, 4, 1)
+    assert tutorial.make_trainer(other).fit().error is None
+    np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
+
+
+@pytest.fixture
+def two_gpus(tutorial, monkeypatch):
+    """A cluster that believes it has two GPUs, and workers that compute on the CPU."""
+    monkeypatch.setitem(tutorial.PLATFORMS, "gpu", "cpu")
+    ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def loop_after_rays_backend(tutorial, config):
+    """The notebook's loop after what Ray's backend does to each worker with one GPU."""
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        train_loop(settings)
+        rank = ray.train.get_context().get_world_rank()
+        seen = os.environ["CUDA_VISIBLE_DEVICES"]
+        (config.run_path / f"gpus-{rank}").write_text(seen)
+
+    return loop
+
+
+def test_two_workers_of_a_node_take_two_gpus(tutorial, two_gpus, small, write_bins):
+    config = write_bins(small(num_workers=2, platform="gpu", max_steps=3))
+    tutorial.make_trainer(config, loop_after_rays_backend(tutorial, config)).fit()
+    seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
+    assert seen == {"0", "1"}
+
+
+def test_two_workers_on_one_gpu_are_refused(
+    tutorial, two_gpus, small, write_bins, monkeypatch
+):
+    config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
+    monkeypatch.setattr(tutorial, "own_gpus", lambda: None)
+    loop = loop_after_rays_backend(tutorial, config)
+    with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
+        tutorial.make_trainer(config, loop).fit()
+    assert not log_of(config)

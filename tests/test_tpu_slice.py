@@ -1,0 +1,117 @@
+"""A TPU v6e 4x4 slice, played by four Ray nodes whose workers simulate four chips each."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import ray
+from accidents import log_of, losses_of_one_process
+from ray.cluster_utils import Cluster
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
+
+
+def add_slice(cluster, name: str) -> None:
+    """Four hosts with the resources, labels, and environment of a v6e 4x4 slice."""
+    for host in range(4):
+        resources = {"TPU": 4, "accelerator_type:TPU-V6E": 1}
+        cluster.add_node(
+            num_cpus=1,
+            resources=resources | ({"TPU-v6e-16-head": 1} if host == 0 else {}),
+            env_vars={
+                "TPU_NAME": name,
+                "TPU_WORKER_ID": str(host),
+                "TPU_ACCELERATOR_TYPE": "v6e-16",
+                "TPU_TOPOLOGY": "4x4",
+            },
+            labels={
+                "ray.io/tpu-slice-name": name,
+                "ray.io/tpu-worker-id": str(host),
+                "ray.io/tpu-pod-type": "v6e-16",
+            },
+        )
+
+
+@pytest.fixture
+def tpu_cluster(tutorial, monkeypatch):
+    """A cluster with a head and one slice; TPU workers compute on the CPU."""
+    environment = tutorial.worker_environment
+
+    def simulated(config):
+        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
+        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+
+    monkeypatch.setattr(tutorial, "worker_environment", simulated)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    ray.init(cluster.address, log_to_driver=False)
+    add_slice(cluster, "slice-0")
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_path):
+    """The notebook's loop and TPU configuration, with a small model."""
+    config = tutorial.load_config(
+        CONFIG,
+        vocab_size=521,
+        block_size=16,
+        n_layer=1,
+        n_head=2,
+        n_embd=32,
+        compute_dtype="float32",
+        attention="xla",  # splash is a kernel for TPUs; test_tpu_compile compiles it
+        batch_size=32,
+        learning_rate=1e-2,
+        warmup_steps=4,
+        max_steps=6,
+        log_interval=1,
+        eval_interval=3,
+        eval_steps=1,
+        data_dir=str(tmp_path / "data"),
+        storage_path=str(tmp_path / "runs"),
+    )
+    write_bins(config, val_tokens=1_001)
+    tutorial.check_resources(config)
+    assert tutorial.make_trainer(config).fit().error is None
+    longer = dataclasses.replace(config, max_steps=9)
+    result = tutorial.make_trainer(longer).fit()
+    assert result.error is None and result.metrics["step"] == 9
+    log = log_of(config)
+    assert [line["step"] for line in log] == list(range(1, 10))
+    alone = dataclasses.replace(
+        longer, platform="cpu", devices_per_worker=1, topology=None
+    )
+    losses = losses_of_one_process(tutorial, alone)
+    np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)
+
+    # 4 processes wrote their shards: 16 devices in all.
+    metadata = tutorial.ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
+    assert metadata.custom_metadata["num_workers"] == 4
+    assert jax.process_count() == 1 and os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"topology": "2x2x4"}, ["TPU-V6E has no 2x2x4", "4x4", "16x16"]),
+        ({"num_workers": 3}, ["4x4 slice takes 4 workers", "found 3"]),
+        ({"topology": "4x8"}, ["4x8 slice takes 8 workers", "found 4"]),
+        ({"num_workers": [2, 4]}, ["4x4 slice takes 4 workers", "found (2, 4)"]),
+    ],
+)
+def test_slices_that_do_not_exist_are_refused_at_once(tutorial, changes, words):
+    with pytest.raises(ValueError) as error:
+        tutorial.load_config(CONFIG, **changes)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_several_slices_are_a_multiple(tutorial):
+    config = tutorial.load_config(CONFIG, num_workers=[4, 8])
+    assert config.workers_per_slice == 4
