@@ -20,6 +20,12 @@ import ray.train
 from notebook_module import load_notebook
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--random-kills", type=int, default=3, help="runs that are killed at random"
+    )
+
+
 def read_arrays(path) -> list[np.ndarray]:
     """Every array of a checkpoint, in the order of its tree."""
     checkpointer = ocp.PyTreeCheckpointer()

@@ -12,10 +12,19 @@ from accidents import log_of, losses_of_one_process
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """A node that says it has two GPUs."""
+    ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
     """Data, FSDP, and tensor parallelism at once; then on another mesh."""
-    config = small(num_workers=2, devices_per_worker=4, max_steps=10, eval_interval=5)
-    config = write_bins(dataclasses.replace(config, batch_size=8))
+    config = write_bins(
+        small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
+    )
     result = tutorial.make_trainer(config).fit()
     assert result.error is None and result.metrics["step"] == 10
     alone = dataclasses.replace(config, devices_per_worker=1)
@@ -32,12 +41,9 @@ def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins
 
 
 @pytest.fixture
-def two_gpus(tutorial, monkeypatch):
-    """A cluster that believes it has two GPUs, and workers that compute on the CPU."""
+def two_gpus(tutorial, cluster, monkeypatch):
+    """GPUs that Ray believes in, and workers that compute on the CPU."""
     monkeypatch.setitem(tutorial.PLATFORMS, "gpu", "cpu")
-    ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def loop_after_rays_backend(tutorial, config):

@@ -70,5 +70,5 @@ def test_file_resolves(name, python):
     assert result.returncode == 0, result.stderr[-3000:]
     resolved = dict(re.findall(r"^([\w.-]+)==([\w.+]+)", result.stdout, re.M))
     assert pins(name).items() <= resolved.items()
-    assert ("libtpu" in resolved) == (name == "requirements-tpu.txt")
+    assert ("libtpu" in resolved) == (name != "requirements-gpu.txt")  # CI compiles
     assert ("jax-cuda12-plugin" in resolved) == (name == "requirements-gpu.txt")

@@ -74,18 +74,13 @@ def test_save_kill_resume_prune(tutorial, bucket, small, write_bins):
     staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
     assert [path for path in staging if int(path.name[5:]) > 20] == []
 
-    # A checkpoint that is damaged there is refused by name, and the one before it used.
+    # A checkpoint that is damaged there is refused, and the one before it used, by a run
+    # with more to do; and the model can be loaded from there.
     path = config.run_path / "step_00000040" / "_METADATA"
     path.write_text(json.dumps({"tree_metadata": {}}))
-    with pytest.raises(
-        ray.train.TrainingFailedError, match="Cannot restore .*00000040"
-    ):
-        tutorial.make_trainer(dataclasses.replace(config, max_failures=0)).fit()
-    assert tutorial.saved_checkpoints(config) == saved[1:]
-
-    # Run again with more to do, it goes on; and the model can be loaded from there.
     longer = dataclasses.replace(config, max_steps=45)
     result = tutorial.make_trainer(longer).fit()
+    assert result.error is None and result.metrics["step"] == 45
     assert [line["step"] for line in log_of(config)] == list(range(1, 46))
     assert [x["loss"] for x in log_of(config)[:40]] == [
         x["loss"] for x in log_of(local)
