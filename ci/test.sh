@@ -6,4 +6,5 @@ source ci/environment.sh
 
 ruff check .
 ruff format --check .
+codespell
 exec pytest tests "$@"
