@@ -61,24 +61,30 @@ def controller_of(config) -> int:
     raise AssertionError("no TrainController")
 
 
-class Accident(threading.Thread):
-    """Waits for a moment in the run, does harm, and measures how long recovery takes."""
+class Accidents(threading.Thread):
+    """Waits for moments in a run, does harm, and measures how long each recovery takes."""
 
-    def __init__(self, config, moment, harm):
+    def __init__(self, config, *accidents):
         super().__init__()
-        self.config, self.moment, self.harm = config, moment, harm
-        self.seconds = None
+        self.config, self.accidents, self.seconds = config, accidents, []
         self.start()
 
     def run(self):
-        pause = 0.5 if self.config.remote else 0.02
-        wait_for(lambda: self.moment(self.config), pause=pause, what="the moment")
-        step, start = last_step(self.config), time.monotonic()
-        self.harm(self.config)
-        new = f"step after {step}"
-        wait_for(lambda: last_step(self.config) > step, pause=pause, what=new)
-        self.seconds = time.monotonic() - start
-        print(f"killed after step {step}; next new step {self.seconds:.1f} s later")
+        for moment, harm in self.accidents:
+            self.seconds.append(self.recovery(moment, harm))
+
+    def recovery(self, moment, harm) -> float:
+        """The seconds from the harm to the first step that is new after it."""
+        config, pause = self.config, 0.5 if self.config.remote else 0.02
+        wait_for(lambda: moment(config), pause=pause, what="the moment")
+        worker, start = worker_of(config, 0), time.monotonic()
+        harm(config)
+        wait_for(lambda: worker_of(config, 0) != worker, pause=pause, what="a worker")
+        step = last_step(config)
+        wait_for(lambda: last_step(config) > step, pause=pause, what="a new step")
+        seconds = time.monotonic() - start
+        print(f"accident after step {step}; next new step {seconds:.1f} s later")
+        return seconds
 
 
 def state_of(tutorial, config) -> list[np.ndarray]:

@@ -87,14 +87,13 @@ def damage_by_deletion(path: Path) -> None:
     (path / "manifest.ocdbt").unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_by_truncation, damage_by_deletion])
 def test_damaged_checkpoint_is_refused_and_the_one_before_used(
-    tutorial, finished, copy_of, damage
+    tutorial, finished, copy_of
 ):
-    config = copy_of(damage.__name__)
+    config = copy_of("damaged")
     newest = tutorial.saved_checkpoints(config)[0]
     expected = read_arrays(config.run_path / newest)
-    damage(Path(config.run_path / newest))
+    damage_by_truncation(Path(config.run_path / newest))
     assert tutorial.make_trainer(config).fit().error is None
     assert tutorial.saved_checkpoints(config)[0] == newest  # saved again, and good
     assert not (config.run_path / f"{newest}.refused").exists()

@@ -8,6 +8,7 @@ import pytest
 import ray
 import ray.train
 from accidents import log_of, losses_of_one_process
+from conftest import stop_ray
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ def cluster():
     """A node that says it has two GPUs."""
     ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
     yield
-    ray.shutdown()
+    stop_ray()
 
 
 def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 from accidents import (
-    Accident,
+    Accidents,
     assert_equal_runs,
     at_step,
     controller_of,
@@ -54,7 +54,7 @@ def preempt(config) -> None:
     """What a node does that is taken away: SIGTERM, and soon after SIGKILL."""
     pid = worker_of(config, 1)
     os.kill(pid, signal.SIGTERM)
-    time.sleep(1)
+    time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -62,33 +62,31 @@ def writing_a_checkpoint(config) -> bool:
     return last_step(config) >= 44 and any(config.run_path.glob("*tmp*"))
 
 
-ACCIDENTS = {
-    "SIGKILL before the first checkpoint": (at_step(3), kill(0, signal.SIGKILL)),
-    "SIGKILL while writing": (writing_a_checkpoint, kill(0, signal.SIGKILL)),
-    "SIGTERM, as a preempted node gets it": (at_step(50), preempt),
-    "SIGSTOP: the watchdog": (at_step(50), kill(1, signal.SIGSTOP)),
-}
-
-
-@pytest.mark.parametrize("name", ACCIDENTS)
-def test_accident(tutorial, reference, name):
-    config = dataclasses.replace(reference, run_name=re.sub(r"\W+", "-", name))
-    accident = Accident(config, *ACCIDENTS[name])
+def test_one_accident_after_the_other(tutorial, reference):
+    """One run that has to start five times, and ends as if nothing had happened."""
+    config = dataclasses.replace(reference, run_name="accidents", max_failures=4)
+    accidents = Accidents(
+        config,
+        (at_step(3), kill(0)),  # before the first checkpoint
+        (writing_a_checkpoint, kill(0)),
+        (at_step(62), preempt),
+        (at_step(90), kill(1, signal.SIGSTOP)),  # which the watchdog notices
+    )
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
-    accident.join()
+    accidents.join()
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(tutorial, config, reference)
-    stall = config.stall_timeout_s if "SIGSTOP" in name else 0
-    assert accident.seconds < 60 + stall  # measured: 15 to 25 s; machines are noisy
+    *killed, stopped = accidents.seconds
+    assert max(killed) < 60  # measured: 15 to 25 s; machines are noisy
+    assert config.stall_timeout_s <= stopped < config.stall_timeout_s + 60
 
 
 def test_sigkill_of_the_controller(tutorial, reference):
     """`fit` says so; called again, it goes on where the run stopped."""
     config = dataclasses.replace(reference, run_name="controller")
-    accident = Accident(
+    accident = Accidents(
         config,
-        at_step(50),
-        lambda config: os.kill(controller_of(config), signal.SIGKILL),
+        (at_step(50), lambda config: os.kill(controller_of(config), signal.SIGKILL)),
     )
     loop = train_loop_of(tutorial)
     with pytest.raises(ray.exceptions.ActorDiedError):
@@ -127,10 +125,10 @@ def test_runs_killed_at_random(tutorial, reference, request):
         config = dataclasses.replace(reference, run_name=f"random-{run}")
         rank, step = run % 2, int(rng.integers(1, 110))
         print(f"run {run}: rank {rank} at step {step}")
-        accident = Accident(config, at_step(step), kill(rank))
+        accident = Accidents(config, (at_step(step), kill(rank)))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None and accident.seconds < 60
+        assert result.error is None and max(accident.seconds) < 60
         assert_equal_runs(tutorial, config, reference)
 
 

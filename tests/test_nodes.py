@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray
 from accidents import at_step, last_step, log_of, losses_of_one_process, wait_for
-from conftest import read_arrays
+from conftest import read_arrays, stop_ray
 from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def two_nodes():
     cluster.add_node(num_cpus=3)
     cluster.wait_for_nodes()
     yield cluster
-    ray.shutdown()
+    stop_ray()
     cluster.shutdown()
 
 
@@ -166,5 +166,5 @@ def test_storage_that_nodes_do_not_share(
         print(f"noticed after {time.monotonic() - start:.1f} s")
         assert not list(tmp_path.glob("*/runs/run/step_*"))
     finally:
-        ray.shutdown()
+        stop_ray()
         cluster.shutdown()

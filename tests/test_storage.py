@@ -13,7 +13,7 @@ import fsspec.config
 import pytest
 import ray
 from accidents import (
-    Accident,
+    Accidents,
     assert_equal_runs,
     at_step,
     kill,
@@ -21,6 +21,7 @@ from accidents import (
     train_loop_of,
     wait_for,
 )
+from conftest import stop_ray
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ def bucket():
         boto3.client("s3").create_bucket(Bucket="models")
         ray.init("local", num_cpus=4, log_to_driver=False)
         yield "s3://models/runs"
-        ray.shutdown()
+        stop_ray()
         server.terminate()
 
 
@@ -62,7 +63,7 @@ def test_save_kill_resume_prune(tutorial, bucket, small, write_bins):
 
     config = dataclasses.replace(local, storage_path=bucket)
     tutorial.check_storage(config)
-    accident = Accident(config, at_step(12), kill(1))
+    accident = Accidents(config, (at_step(12), kill(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == 40

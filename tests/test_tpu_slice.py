@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 from accidents import log_of, losses_of_one_process
+from conftest import stop_ray
 from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def tpu_cluster(tutorial, monkeypatch):
     add_slice(cluster, "slice-0")
     cluster.wait_for_nodes()
     yield cluster
-    ray.shutdown()
+    stop_ray()
     cluster.shutdown()
 
 
