@@ -50,14 +50,14 @@ def main() -> None:
         state, _ = timed_step(state)
     alone, during, pauses, writes = [], [], [], []
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        checkpointer = ocp.StandardCheckpointer()
+        checkpointer = tutorial.create_checkpointer(config)
         for save in range(saves):
             for _ in range(10):
                 state, seconds = timed_step(state)
                 alone.append(seconds)
             start = time.perf_counter()
             path = Path(folder).resolve() / str(save)
-            checkpointer.save(path, state)
+            checkpointer.save(path, args=ocp.args.PyTreeSave(state))
             pauses.append(time.perf_counter() - start)
             while not path.exists():  # Orbax renames the folder when it is complete
                 state, seconds = timed_step(state)
