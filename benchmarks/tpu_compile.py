@@ -9,6 +9,7 @@ the program needs on each chip: memory, arithmetic, communication, and the time 
 
 import argparse
 import collections
+import dataclasses
 import json
 import os
 import re
@@ -62,11 +63,13 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     tutorial = load_notebook()
     changes = dict(change.split("=", 1) for change in arguments.changes)
     changes = {key: yaml.safe_load(value) for key, value in changes.items()}
     config = tutorial.load_config(arguments.config, **changes)
+    workers = config.num_workers * arguments.slices
+    config = dataclasses.replace(config, num_workers=workers)
     generation = config.accelerator_type.removeprefix("TPU-").lower()
     topology = topologies.get_topology_desc(
         platform="tpu",

@@ -23,7 +23,7 @@ from notebook_module import load_notebook
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--random-kills", type=int, default=2, help="runs that are killed at random"
+        "--random-kills", type=int, default=1, help="runs that are killed at random"
     )
 
 

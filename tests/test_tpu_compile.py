@@ -39,3 +39,37 @@ def test_gpt2_124m_compiles_for_a_v6e_slice():
     assert report["kernels"] == 2 * 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}
+
+
+MESHES = """
+import json, os, sys
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
+sys.path.insert(0, "ci")
+from jax.experimental import topologies
+from notebook_module import load_notebook
+tutorial = load_notebook()
+for slices, fsdp, tensor in json.loads(sys.argv[1]):
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v6e:4x4", num_slices=slices)
+    config = tutorial.load_config("configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices,
+        fsdp=fsdp, tensor_parallel=tensor)
+    mesh = tutorial.make_mesh(config, topology.devices)
+    assert mesh.devices.shape == (16 * slices // fsdp // tensor, fsdp, tensor)
+    slice_of = lambda device: getattr(device, "slice_index", 0)
+    for group in mesh.devices.reshape(-1, fsdp * tensor):
+        assert len({slice_of(device) for device in group}) == 1, "crosses slices"
+"""
+
+
+def test_any_mesh_fits_a_slice_and_none_crosses_two():
+    shapes = [(1, 1, 1), (1, 16, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (2, 8, 2)]
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, "-c", MESHES, json.dumps(shapes)],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 0, result.stderr[-3000:]

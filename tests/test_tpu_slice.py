@@ -57,6 +57,7 @@ def tpu_cluster(tutorial, monkeypatch):
     cluster.shutdown()
 
 
+@pytest.mark.extra
 def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_path):
     """The notebook's loop and TPU configuration, with a small model."""
     config = tutorial.load_config(
