@@ -1,5 +1,7 @@
 """Harm to running trainings, with real processes and signals, and what to compare after."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +11,8 @@ import time
 
 import numpy as np
 import psutil
+import ray
+import ray.train
 from conftest import read_arrays
 
 
@@ -120,3 +124,36 @@ def losses_of_one_process(tutorial, config) -> list[float]:
         state, metrics = tutorial.train_step(state, windows, config)
         losses.append(float(metrics["loss"]))
     return losses
+
+
+@contextlib.contextmanager
+def in_the_background(function):
+    """Run `function` in a thread; gives a function that waits for its result.
+
+    Ray's test cluster adds nodes in the main thread only, so `fit` must leave it.
+    """
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        future = pool.submit(function)
+        try:
+            yield lambda: future.result(timeout=240)
+        finally:
+            if not future.done():
+                ray.shutdown()  # so that the thread ends
+
+
+def world_sizes(config) -> list[int]:
+    path = config.run_path / "world-sizes"
+    return [int(x) for x in path.read_text().split()] if path.exists() else []
+
+
+def loop_that_notes_the_world(tutorial, config):
+    train_loop, path = tutorial.train_loop_per_worker, config.run_path / "world-sizes"
+
+    def loop(settings):
+        context = ray.train.get_context()
+        if context.get_world_rank() == 0:
+            with path.open("a") as file:
+                file.write(f"{context.get_world_size()}\n")
+        train_loop(settings)
+
+    return loop

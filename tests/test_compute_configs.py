@@ -73,3 +73,18 @@ def test_kuberay_gpu_nodes_stand_beside_cpu_nodes():
     gpu, cpu = groups_of("kuberay-gpu.yaml")
     assert limits(gpu)["nvidia.com/gpu"] == "8"
     assert "nvidia.com/gpu" not in limits(cpu) and cpu["maxReplicas"] > 0
+
+
+def test_template_entry_names_what_is_there():
+    (entry,) = read("BUILD.yaml")
+    assert re.fullmatch(r"[a-z0-9_-]+", entry["name"])
+    image = entry["cluster_env"]["image_uri"]
+    assert re.fullmatch(rf"anyscale/ray:{re.escape(RAY[1])}-py31[12]-cu\d+", image)
+    paths = [
+        entry["dir"],
+        entry["test"]["tests_path"],
+        *entry["compute_config"].values(),
+    ]
+    script = entry["test"]["command"].removeprefix("bash ")
+    assert all((ROOT / path).exists() for path in [*paths, script])
+    assert entry["test"]["timeout_in_sec"] > 0

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from accidents import log_of, losses_of_one_process
 from conftest import stop_ray
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +82,47 @@ def test_two_workers_on_one_gpu_are_refused(
     with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
         tutorial.make_trainer(config, loop).fit()
     assert not log_of(config)
+
+
+PLUGIN = """
+import pathlib
+from jax._src import xla_bridge
+
+def claim():
+    pathlib.Path("claimed").touch()
+    raise RuntimeError("this accelerator is only played")
+
+def initialize():
+    xla_bridge.register_backend_factory("played", claim, priority=500)
+"""
+DRIVER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from notebook_module import code_cells, load_notebook
+if sys.argv[2] == "as the notebook does":
+    exec(code_cells()[0].source)
+import jax
+if sys.argv[2] == "as the notebook does":
+    tutorial = load_notebook()
+    demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
+    tutorial.create_state(demo)
+print(jax.devices())
+"""
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
+    """On a machine with a JAX plugin for an accelerator, which notes who claims it."""
+    plugin = tmp_path / "jax_plugins/played"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(PLUGIN)
+    how = "plain JAX" if claimed else "as the notebook does"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, ROOT / "ci", how],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+        timeout=120,
+    )
+    assert (tmp_path / "claimed").exists() == claimed

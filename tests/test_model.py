@@ -3,12 +3,14 @@
 import dataclasses
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 
 
 def random_tokens(config, shape, seed=0):
@@ -75,9 +77,12 @@ def test_targets_are_inputs_shifted_by_one(tutorial, small):
     """The loss of a model that always predicts its input plus one."""
     config = small()
 
-    def oracle(tokens, rngs=None):
-        return 100 * jax.nn.one_hot((tokens + 1) % config.vocab_size, config.vocab_size)
+    def next_token(tokens, rngs=None):
+        return jax.nn.one_hot((tokens + 1) % config.vocab_size, config.vocab_size)
 
+    oracle = SimpleNamespace(
+        features=next_token, scores=lambda features: 100 * features, config=config
+    )
     counting = (np.arange(17)[None] % config.vocab_size).astype(np.uint16)
     assert float(tutorial.loss_fn(oracle, counting)) < 1e-3
     assert float(tutorial.loss_fn(oracle, counting[:, ::-1])) > 50
@@ -114,3 +119,23 @@ def test_dropout_is_on_only_with_a_stream(tutorial, small):
     assert (drop() == drop()).all()
     streams = [nnx.Rngs(dropout=jax.random.key(i)) for i in range(2)]
     assert (drop(rngs=streams[0]) != drop(rngs=streams[1])).any()
+
+
+def test_splash_attention_equals_the_plain_one(tutorial):
+    """The TPU kernel, interpreted: the same results and gradients, over several blocks."""
+    shape = (1, 2 * tutorial.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
+    q, k, v, weight = jax.random.normal(jax.random.key(0), (4, *shape))
+
+    def run(kind):
+        def total(q, k, v):
+            y = tutorial.attend(kind, q, k, v)
+            return (y * weight).sum(), y
+
+        gradient = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        (_, y), gradients = jax.jit(gradient)(q, k, v)
+        return y, *gradients
+
+    config = tutorial.TrainingConfig(platform="cpu")
+    with jax.set_mesh(tutorial.make_mesh(config)), pltpu.force_tpu_interpret_mode():
+        for plain, fast in zip(run("xla"), run("splash")):
+            np.testing.assert_allclose(fast, plain, atol=1e-4)

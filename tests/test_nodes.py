@@ -1,7 +1,5 @@
 """Several nodes, played by a local Ray cluster: one goes away, comes back, or doesn't."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import os
 import re
@@ -10,7 +8,16 @@ import time
 import numpy as np
 import pytest
 import ray
-from accidents import at_step, last_step, log_of, losses_of_one_process, wait_for
+from accidents import (
+    at_step,
+    in_the_background,
+    last_step,
+    log_of,
+    loop_that_notes_the_world,
+    losses_of_one_process,
+    wait_for,
+    world_sizes,
+)
 from conftest import read_arrays, stop_ray
 from ray.cluster_utils import Cluster
 
@@ -27,21 +34,6 @@ def two_nodes():
     yield cluster
     stop_ray()
     cluster.shutdown()
-
-
-@contextlib.contextmanager
-def in_the_background(function):
-    """Run `function` in a thread; gives a function that waits for its result.
-
-    Ray's test cluster adds nodes in the main thread only, so `fit` must leave it.
-    """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        future = pool.submit(function)
-        try:
-            yield lambda: future.result(timeout=240)
-        finally:
-            if not future.done():
-                ray.shutdown()  # so that the thread ends
 
 
 def lose(cluster) -> None:
@@ -86,22 +78,40 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
     assert [x["loss"] for x in logs[0]] == [x["loss"] for x in logs[1]]
 
 
-def world_sizes(config) -> list[int]:
-    path = config.run_path / "world-sizes"
-    return [int(x) for x in path.read_text().split()] if path.exists() else []
+class WatchedDocuments:
+    """Documents that note on which node they are read."""
+
+    def __init__(self, texts, notes):
+        self.texts, self.notes = texts, notes
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, rows):
+        (self.notes / ray.get_runtime_context().get_node_id()).touch()
+        return {"text": self.texts[rows]}
 
 
-def loop_that_notes_the_world(tutorial, config):
-    train_loop, path = tutorial.train_loop_per_worker, config.run_path / "world-sizes"
-
-    def loop(settings):
-        context = ray.train.get_context()
-        if context.get_world_rank() == 0:
-            with path.open("a") as file:
-                file.write(f"{context.get_world_size()}\n")
-        train_loop(settings)
-
-    return loop
+def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
+    """As the page says: accelerator nodes on one side, cheap ones with a label."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    ray.init(cluster.address, log_to_driver=False)
+    cluster.add_node(num_cpus=2, num_gpus=4)
+    cluster.add_node(num_cpus=2, labels={"role": "data"})
+    cluster.wait_for_nodes()
+    (data_node,) = (n for n in ray.nodes() if n["Labels"].get("role") == "data")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    documents = WatchedDocuments([f"Document {i}" for i in range(4_000)], notes)
+    options = ray.data.DataContext.get_current().execution_options
+    try:
+        options.label_selector = {"role": "data"}
+        assert tutorial.write_tokens(documents, tmp_path / "train.bin") > 4_000
+    finally:
+        options.label_selector = None
+        stop_ray()
+        cluster.shutdown()
+    assert [note.name for note in notes.iterdir()] == [data_node["NodeID"]]
 
 
 def test_elastic_run_shrinks_and_grows(

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 import pytest
 import ray
-from accidents import log_of, losses_of_one_process
+from accidents import (
+    at_step,
+    in_the_background,
+    log_of,
+    loop_that_notes_the_world,
+    losses_of_one_process,
+    wait_for,
+    world_sizes,
+)
 from conftest import stop_ray
 from ray.cluster_utils import Cluster
 
@@ -17,30 +25,31 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
 
 
-def add_slice(cluster, name: str) -> None:
-    """Four hosts with the resources, labels, and environment of a v6e 4x4 slice."""
-    for host in range(4):
+def add_slice(cluster, name: str, hosts: int, topology: str) -> None:
+    """Hosts with the resources, labels, and environment of a v6e slice."""
+    pod_type = f"v6e-{hosts * 4}"
+    for host in range(hosts):
         resources = {"TPU": 4, "accelerator_type:TPU-V6E": 1}
         cluster.add_node(
             num_cpus=1,
-            resources=resources | ({"TPU-v6e-16-head": 1} if host == 0 else {}),
+            resources=resources | ({f"TPU-{pod_type}-head": 1} if host == 0 else {}),
             env_vars={
                 "TPU_NAME": name,
                 "TPU_WORKER_ID": str(host),
-                "TPU_ACCELERATOR_TYPE": "v6e-16",
-                "TPU_TOPOLOGY": "4x4",
+                "TPU_ACCELERATOR_TYPE": pod_type,
+                "TPU_TOPOLOGY": topology,
             },
             labels={
                 "ray.io/tpu-slice-name": name,
                 "ray.io/tpu-worker-id": str(host),
-                "ray.io/tpu-pod-type": "v6e-16",
+                "ray.io/tpu-pod-type": pod_type,
             },
         )
 
 
 @pytest.fixture
 def tpu_cluster(tutorial, monkeypatch):
-    """A cluster with a head and one slice; TPU workers compute on the CPU."""
+    """A cluster that has a head only; TPU workers compute on the CPU."""
     environment = tutorial.worker_environment
 
     def simulated(config):
@@ -50,35 +59,39 @@ def tpu_cluster(tutorial, monkeypatch):
     monkeypatch.setattr(tutorial, "worker_environment", simulated)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     ray.init(cluster.address, log_to_driver=False)
-    add_slice(cluster, "slice-0")
-    cluster.wait_for_nodes()
     yield cluster
     stop_ray()
     cluster.shutdown()
 
 
+def small_model(tutorial, folder: Path, **changes):
+    """The TPU configuration with a small model, and its storage in `folder`."""
+    values = {
+        "vocab_size": 521,
+        "block_size": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 32,
+        "compute_dtype": "float32",
+        "attention": "xla",  # splash is a kernel for TPUs; test_tpu_compile compiles it
+        "batch_size": 32,
+        "learning_rate": 1e-2,
+        "warmup_steps": 4,
+        "log_interval": 1,
+        "eval_interval": 3,
+        "eval_steps": 1,
+        "data_dir": str(folder / "data"),
+        "storage_path": str(folder / "runs"),
+    }
+    return tutorial.load_config(CONFIG, **(values | changes))
+
+
 @pytest.mark.extra
 def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_path):
     """The notebook's loop and TPU configuration, with a small model."""
-    config = tutorial.load_config(
-        CONFIG,
-        vocab_size=521,
-        block_size=16,
-        n_layer=1,
-        n_head=2,
-        n_embd=32,
-        compute_dtype="float32",
-        attention="xla",  # splash is a kernel for TPUs; test_tpu_compile compiles it
-        batch_size=32,
-        learning_rate=1e-2,
-        warmup_steps=4,
-        max_steps=6,
-        log_interval=1,
-        eval_interval=3,
-        eval_steps=1,
-        data_dir=str(tmp_path / "data"),
-        storage_path=str(tmp_path / "runs"),
-    )
+    add_slice(tpu_cluster, "slice-0", hosts=4, topology="4x4")
+    tpu_cluster.wait_for_nodes()
+    config = small_model(tutorial, tmp_path, max_steps=6)
     write_bins(config, val_tokens=1_001)
     tutorial.check_resources(config)
     assert tutorial.make_trainer(config).fit().error is None
@@ -97,6 +110,47 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     metadata = tutorial.ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
     assert metadata.custom_metadata["num_workers"] == 4
     assert jax.process_count() == 1 and os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_run_on_two_slices_goes_on_when_it_loses_one(
+    tutorial, tpu_cluster, write_bins, tmp_path, monkeypatch
+):
+    """Two v6e 2x4 slices of two hosts; then one of them, with the same losses."""
+    for name in ("slice-0", "slice-1"):
+        add_slice(tpu_cluster, name, hosts=2, topology="2x4")
+    tpu_cluster.wait_for_nodes()
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
+    config = small_model(
+        tutorial,
+        tmp_path,
+        topology="2x4",
+        num_workers=[2, 4],
+        max_steps=400,
+        eval_interval=50,
+        learning_rate=1e-3,
+    )
+    write_bins(config, val_tokens=1_001)
+    loop = loop_that_notes_the_world(tutorial, config)
+    config.run_path.mkdir(parents=True)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+        wait_for(lambda: at_step(60)(config), what="step 60")
+        lost = tpu_cluster.worker_nodes[-2:]
+        for node in lost:  # without a word: its processes get SIGKILL
+            tpu_cluster.worker_nodes.remove(node)
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
+        assert result().error is None
+    assert world_sizes(config) == [4, 2]
+    log = log_of(config)
+    assert [line["step"] for line in log] == list(range(1, 401))
+    alone = dataclasses.replace(
+        config,
+        platform="cpu",
+        num_workers=1,
+        devices_per_worker=1,
+        topology=None,
+    )
+    losses = losses_of_one_process(tutorial, alone)
+    np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)
 
 
 @pytest.mark.parametrize(

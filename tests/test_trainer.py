@@ -1,6 +1,7 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,3 +54,33 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     longer = dataclasses.replace(config, max_steps=25)
     assert tutorial.make_trainer(longer).fit().metrics["step"] == 25
     assert [line["step"] for line in log_of(config)] == list(range(1, 26))
+
+
+def test_training_on_a_stream_of_documents(tutorial, cluster, small):
+    """No token files: documents are tokenized while two workers train on them."""
+    config = small(
+        vocab_size=50_257,
+        block_size=64,
+        batch_size=32,
+        num_workers=2,
+        learning_rate=3e-3,
+        warmup_steps=5,
+        decay_steps=500,
+    )
+    documents = tutorial.ray.data.from_huggingface(tutorial.load_documents(config))
+    stream = tutorial.stream_windows(documents, config.block_size)
+    one_batch = tutorial.stream_windows(documents.limit(5), config.block_size)
+    tokenizer, windows = tutorial.tiktoken.get_encoding("gpt2"), one_batch.take_all()
+    first = tokenizer.decode(np.concatenate([w["tokens"][:-1] for w in windows]))
+    assert documents.take(1)[0]["text"] + "<|endoftext|>" in first
+
+    trainer = tutorial.make_trainer(
+        config, tutorial.train_on_stream, datasets={"train": stream}
+    )
+    result = trainer.fit()
+    assert result.error is None and result.metrics["loss"] < 8.5
+    # 138,937 tokens are 67 batches of 32 x 64.
+    assert 66 <= result.metrics["step"] <= 67
+    model = tutorial.load_model(result.checkpoint)
+    assert model.config == config
+    assert not Path(config.data_dir).exists()

@@ -1,12 +1,19 @@
 """The optimizer and the train step, against PyTorch and against themselves."""
 
 import dataclasses
+import gzip
 import json
+import re
+import struct
+import time
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import torch
+from tensorboardX.proto import event_pb2
 
 
 def windows_for(config, steps, seed=1):
@@ -189,3 +196,72 @@ def test_log_forgets_what_comes_after_the_checkpoint(tutorial, small):
     )
     tutorial.RunLog(config, 3)
     assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in range(1, 4))
+
+
+def events_of(folder) -> list:
+    """TensorBoard's events, from files of length, checksum, event, checksum."""
+    data, events = b"".join(f.read_bytes() for f in sorted(folder.iterdir())), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_log_is_there_for_tensorboard_too(tutorial, small):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    log = tutorial.RunLog(config, 0)
+    log.add(1, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
+    log.write()
+    time.sleep(3)  # a thread writes the events
+    values = {
+        value.tag: value.simple_value
+        for event in events_of(config.run_path / "tensorboard")
+        for value in event.summary.value
+        if event.step == 1
+    }
+    assert values["loss"] == 3 and values["grad_norm"] == 1
+    assert values.keys() >= {"tokens", "tokens_per_s"}
+
+
+def test_profile_of_chosen_steps(tutorial, small):
+    config = small(profile_steps=[2, 4])
+    config.run_path.mkdir(parents=True)
+    state = tutorial.create_state(config)
+    for step, windows in enumerate(windows_for(config, 5), 1):
+        state, _ = tutorial.train_step(state, windows, config)
+        tutorial.profile(config, step, state)
+    (trace,) = Path(config.run_path).rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    calls = [e for e in events if e.get("name") == "PjitFunction(train_step)"]
+    assert len(calls) == 2  # steps 3 and 4
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_loss_in_chunks_is_the_same_loss(tutorial, small, chunks):
+    config = small(dropout=0.1)
+    chunked = dataclasses.replace(config, loss_chunks=chunks)
+    windows = windows_for(config, 3)
+    states, losses = zip(*(run(tutorial, c, windows) for c in (config, chunked)))
+    np.testing.assert_allclose(losses[1], losses[0], atol=1e-6)
+    for a, b in zip(*(jax.tree.leaves(state.params) for state in states)):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def scores_that_exist(tutorial, config) -> int:
+    """The largest number of float32 scores in one array of the compiled step."""
+    state = jax.eval_shape(partial(tutorial.create_state, config))
+    shape = (config.batch_size, config.block_size + 1)
+    windows = jax.ShapeDtypeStruct(shape, np.uint16)
+    text = tutorial.train_step.lower(state, windows, config).compile().as_text()
+    shapes = re.findall(rf"f32\[([\d,]*\b{config.padded_vocab_size})\]", text)
+    return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+
+
+def test_chunks_keep_the_scores_of_the_batch_from_existing(tutorial, small):
+    config = small(batch_size=8, block_size=64)
+    chunked = dataclasses.replace(config, loss_chunks=4)
+    tokens = config.batch_size * config.block_size
+    assert scores_that_exist(tutorial, config) == tokens * config.padded_vocab_size
+    assert scores_that_exist(tutorial, chunked) * 4 <= tokens * config.padded_vocab_size

@@ -1,0 +1,107 @@
+"""The time from `trainer.fit()` to the first logged step, and where it goes.
+
+    python benchmarks/first_step.py [configs/smoke.yaml]
+
+Launches the notebook's own loop twice, in a storage folder of its own: with an empty
+compilation cache, and with the one that the first launch left.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+
+import jax
+import ray
+from notebook_module import load_notebook
+
+STAGES = {
+    "loop": "start the workers, import, join them",
+    "state": "mesh and state",
+    "batch": "first batch of each dataset",
+    "step": "compile and run the first step",
+    "line": "first line of the log",
+}
+
+
+def watched(tutorial, path: Path):
+    """The notebook's loop, leaving the time at which each stage ended in `path`."""
+    train_loop, start_state = tutorial.train_loop_per_worker, tutorial.start_state
+    train_step, batches = tutorial.train_step, tutorial.global_batches
+    times = {}
+
+    def note(stage: str) -> None:
+        times.setdefault(stage, time.time())
+
+    def noting(stage, function):
+        def wrapper(*arguments):
+            result = jax.block_until_ready(function(*arguments))
+            note(stage)
+            return result
+
+        return wrapper
+
+    def noting_batches(config, mesh, split, first_step=0):
+        for batch in batches(config, mesh, split, first_step):
+            if split == "train":
+                note("batch")
+            yield batch
+
+    class RunLog(tutorial.RunLog):
+        def write(self):
+            super().write()
+            note("line")
+            path.write_text(json.dumps(times))
+
+    def loop(settings):
+        note("loop")
+        train_loop(settings)
+
+    tutorial.start_state = noting("state", start_state)
+    tutorial.train_step = noting("step", train_step)
+    tutorial.global_batches, tutorial.RunLog = noting_batches, RunLog
+    return loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", nargs="?", default="configs/smoke.yaml")
+    arguments = parser.parse_args()
+    tutorial = load_notebook()
+    ray.init(log_to_driver=False)
+    columns = {}
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        folder = Path(folder).resolve()
+        loop = watched(tutorial, folder / "times.json")
+        config = tutorial.load_config(
+            arguments.config,
+            max_steps=3,
+            log_interval=1,
+            data_dir=str(folder / "data"),
+            storage_path=str(folder / "runs"),
+        )
+        tutorial.prepare_dataset(config)
+        for name in ("cold", "warm"):
+            run = dataclasses.replace(config, run_name=name)
+            trainer = tutorial.make_trainer(run, loop)
+            start = time.time()
+            trainer.fit()
+            times = json.loads((folder / "times.json").read_text())
+            ends = [start, *(times[stage] for stage in STAGES)]
+            columns[name] = [b - a for a, b in zip(ends, ends[1:])]
+    print(f"{arguments.config}, {os.cpu_count()} cores")
+    print("| stage | cold cache | warm cache |\n|---|---|---|")
+    for stage, cold, warm in zip(STAGES.values(), columns["cold"], columns["warm"]):
+        print(f"| {stage} | {cold:.1f} s | {warm:.1f} s |")
+    print(f"| in all | {sum(columns['cold']):.1f} s | {sum(columns['warm']):.1f} s |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The notebook as a script, run as a Ray job, with the commands that the page gives."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from conftest import stop_ray
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def dashboard():
+    """The address of the dashboard of a local cluster, which takes jobs."""
+    context = ray.init("local", num_cpus=4, include_dashboard=True, log_to_driver=False)
+    yield context.dashboard_url
+    stop_ray()
+
+
+def test_notebook_runs_as_a_job(dashboard, tmp_path):
+    folder, storage = tmp_path / "tutorial", tmp_path / "storage"
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copy(ROOT / "README.ipynb", folder)
+    settings = yaml.safe_load((ROOT / "configs/smoke.yaml").read_text()) | {
+        "max_steps": 6,
+        "eval_interval": 3,
+        "data_dir": str(storage / "data"),
+        "storage_path": str(storage / "runs"),
+        "run_name": "job",
+    }
+    (folder / "configs/books.yaml").write_text(yaml.safe_dump(settings))
+
+    page = (ROOT / "README.md").read_text()
+    (commands,) = re.findall(
+        r"```bash\n(jupyter nbconvert --to script.*?)```", page, re.S
+    )
+    assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
+    result = subprocess.run(
+        ["bash", "-e", "-c", commands.replace("127.0.0.1:8265", dashboard)],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    assert "step 6 | " in result.stdout and "perplexity" in result.stdout
+    assert (storage / "runs/job/step_00000006").is_dir()
