@@ -74,9 +74,10 @@ def test_notebook_shows_what_the_page_promises(executed):
     text = text_of(executed)
     for pattern in (
         r"1 node\(s\), \d+ CPUs, no accelerator",
-        r"6,846,080 parameters in configs/smoke.yaml",
+        r"6,837,888 parameters in configs/smoke.yaml",
         r"first loss 10\.\d+; ln\(50,257\) is 10\.82",
-        r"worker 1: 1 of 2 devices, 64 of 128 points, y = 3.00 x \+ 1.00",
+        r"y = 3.00 x \+ 1.00, from 128 points",
+        r"devices of each worker: \[1, 1\]",
         r"perplexity \d+\.\d",
         r"The value of the expression",
         r"model.safetensors",

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from tensorboardX.proto import event_pb2
 
 
@@ -235,18 +236,33 @@ def test_profile_of_chosen_steps(tutorial, small):
     (trace,) = Path(config.run_path).rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     calls = [e for e in events if e.get("name") == "PjitFunction(train_step)"]
-    assert len(calls) == 2  # steps 3 and 4
+    assert len(calls) in (
+        2,
+        4,
+    )  # of 5 steps, the third and fourth; JAX shows a call twice
 
 
-@pytest.mark.parametrize("chunks", [2, 8])
-def test_loss_in_chunks_is_the_same_loss(tutorial, small, chunks):
-    config = small(dropout=0.1)
-    chunked = dataclasses.replace(config, loss_chunks=chunks)
+@pytest.mark.parametrize(
+    "savings", [{"loss_chunks": 2}, {"loss_chunks": 8}, {"scan_layers": True}]
+)
+def test_saving_memory_changes_no_result(tutorial, small, savings):
+    config = small(dropout=0.0 if "scan_layers" in savings else 0.1)
+    saving = dataclasses.replace(config, **savings)
     windows = windows_for(config, 3)
-    states, losses = zip(*(run(tutorial, c, windows) for c in (config, chunked)))
+    states, losses = zip(*(run(tutorial, c, windows) for c in (config, saving)))
     np.testing.assert_allclose(losses[1], losses[0], atol=1e-6)
     for a, b in zip(*(jax.tree.leaves(state.params) for state in states)):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_scanned_layers_drop_out_as_the_key_says(tutorial, small):
+    config = small(dropout=0.5, scan_layers=True)
+    model = tutorial.create_model(config)
+    x = jax.random.normal(jax.random.key(0), (1, config.block_size, config.n_embd))
+    keys = nnx.Rngs(dropout=0), nnx.Rngs(dropout=0), nnx.Rngs(dropout=1)
+    first, again, other = (tutorial.scan_blocks(model.h, x, key) for key in keys)
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(first, other)
 
 
 def scores_that_exist(tutorial, config) -> int:

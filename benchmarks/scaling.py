@@ -1,0 +1,82 @@
+"""How memory and communication grow with devices and with the model, from compiled programs.
+
+    python benchmarks/scaling.py
+
+Compiles the notebook's train step for 1, 2, 4, and 8 simulated CPU devices, with the devices
+in parallel on the data, on the parameters (FSDP), and on both, and for each size of GPT-2.
+Runs nothing; prints what XLA says of the programs.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
+
+import jax
+from notebook_module import load_notebook
+from tpu_compile import COLLECTIVES, compile_step
+
+BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "pred": 1}
+SIZES = {  # layers, heads, width
+    "124M": (12, 12, 768),
+    "355M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1.5B": (48, 25, 1600),
+}
+MESHES = {"data": 1, "fsdp": 8}
+
+
+def collective_bytes(program: str) -> int:
+    """The bytes of all results of collectives in a compiled program, on one device."""
+    total = 0
+    for results in re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", program):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
+            size = BYTES[dtype]
+            for n in filter(None, shape.split(",")):
+                size *= int(n)
+            total += size
+    return total
+
+
+def row(tutorial, devices: int, fsdp: int, size: str) -> str:
+    layers, heads, width = SIZES[size]
+    config = tutorial.TrainingConfig(
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        batch_size=devices,
+        devices_per_worker=devices,
+        fsdp=fsdp,
+        loss_chunks=8,
+        scan_layers=True,
+    )
+    mesh = tutorial.make_mesh(config, jax.devices()[:devices])
+    compiled, _, seconds = compile_step(tutorial, config, mesh)
+    memory = compiled.memory_analysis()
+    state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    moved = collective_bytes(compiled.as_text())
+    return (
+        f"| {size} | {devices} | {devices // fsdp} x {fsdp} | {state / 2**30:.2f} GiB "
+        f"| {temporary / 2**30:.2f} GiB | {moved / 2**20:,.0f} MiB | {seconds:.0f} s |"
+    )
+
+
+def main() -> None:
+    tutorial = load_notebook()
+    print(
+        "| model | devices | data x fsdp | state | temporary | collectives | compile |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for devices in (1, 2, 4, 8):
+        for fsdp in {1, devices}:
+            print(row(tutorial, devices, fsdp, "124M"), flush=True)
+    for size in list(SIZES)[1:]:
+        print(row(tutorial, 8, 8, size), flush=True)
+
+
+if __name__ == "__main__":
+    main()
