@@ -29,7 +29,6 @@ myst_enable_extensions = [
 
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {
-    "navbar_center": [],
     "navbar_end": ["theme-switcher"],
     "disable_search": True,  # there is a single page
     "navbar_persistent": [],
@@ -37,5 +36,7 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 html_sidebars = {"**": []}
+html_static_path = ["static"]
+html_css_files = ["page.css"]
 html_copy_source = False
 html_use_index = False
