@@ -35,6 +35,7 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
 }
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_sidebars = {"**": []}
 html_static_path = ["static"]
 html_css_files = ["page.css"]
