@@ -218,11 +218,12 @@ def written() -> dict:
                 found["tables"][-1].append([])
             elif token.type in ("th_open", "td_open"):
                 found["tables"][-1][-1].append(plain(following))
-            elif token.type == "inline":
-                images = [child for child in token.children if child.type == "image"]
-                found["images"] += [
-                    (Path(i.attrs["src"]).name, i.content) for i in images
-                ]
+            for part in [token, *(token.children or [])]:
+                if part.type == "image":
+                    source = part.attrs["src"]
+                    found["images"].append((Path(source).name, part.content))
+                elif part.type in ("html_block", "html_inline"):
+                    assert "<img" not in part.content, "write ![alt text](file)"
     return found
 
 
@@ -240,7 +241,7 @@ def test_code_blocks(seen, written):
         colors.setdefault(block["language"], set()).update(block["colors"])
         if block["language"] in ("python", "ipython3", "yaml"):
             assert len(set(block["colors"])) > 1, f"not highlighted: {block['text']}"
-    for language in set(colors) - {"text", "console"}:
+    for language in set(colors) - {"text", "none"}:
         assert colors[language], f"{language} is not highlighted"
 
 
@@ -263,7 +264,9 @@ def test_links_of_the_page_lead_somewhere(seen, page):
 
 
 def test_no_markup_shows(seen):
-    markup = r"`|\*\*|\]\(|!\[|^#{1,6} |^[-*+] |^\||\|---|:::|^>|</?\w+[^>]*>|&\w+;"
+    markup = (
+        r"`|\*\*|\]\(|!\[|\[!|\[\^|^#{1,6} |^[-*+] |^\||\|---|:::|^>|</?\w+[^>]*>|&\w+;"
+    )
     shown = [t for t in seen["prose"] if re.search(markup, t.strip(" "), re.MULTILINE)]
     assert not shown
 
