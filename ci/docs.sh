@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Install what is needed and build the notebook's page, as Ray's documentation would, in
+# build/docs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source ci/environment.sh
+
+bash ci/docs/install.sh
+bash ci/docs/build.sh build/docs
+echo "The page is build/docs/README.html"
