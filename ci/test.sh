@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
+bash ci/docs/install.sh
 
 ruff check .
 ruff format --check .
