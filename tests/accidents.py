@@ -157,3 +157,9 @@ def loop_that_notes_the_world(tutorial, config):
         train_loop(settings)
 
     return loop
+
+
+def lose(cluster, node) -> None:
+    """The node goes without a word: its processes get SIGKILL."""
+    cluster.worker_nodes.remove(node)
+    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)

@@ -14,6 +14,7 @@ from accidents import (
     last_step,
     log_of,
     loop_that_notes_the_world,
+    lose,
     losses_of_one_process,
     wait_for,
     world_sizes,
@@ -36,13 +37,6 @@ def two_nodes():
     cluster.shutdown()
 
 
-def lose(cluster) -> None:
-    """The second node goes without a word: its processes get SIGKILL."""
-    (node,) = cluster.worker_nodes
-    cluster.worker_nodes.remove(node)
-    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
-
-
 def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
     reference = write_bins(
         small(
@@ -60,7 +54,7 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
 
     with in_the_background(tutorial.make_trainer(config).fit) as result:
         wait_for(lambda: at_step(50)(config), what="step 50")
-        lose(two_nodes)
+        lose(two_nodes, *two_nodes.worker_nodes)
         time.sleep(5)
         step, start = last_step(config), time.monotonic()
         two_nodes.add_node(num_cpus=3)
@@ -78,22 +72,22 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
     assert [x["loss"] for x in logs[0]] == [x["loss"] for x in logs[1]]
 
 
-class WatchedDocuments:
-    """Documents that note on which node they are read."""
-
-    def __init__(self, texts, notes):
-        self.texts, self.notes = texts, notes
-
-    def __len__(self):
-        return len(self.texts)
-
-    def __getitem__(self, rows):
-        (self.notes / ray.get_runtime_context().get_node_id()).touch()
-        return {"text": self.texts[rows]}
-
-
 def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
     """As the page says: accelerator nodes on one side, cheap ones with a label."""
+
+    class WatchedDocuments:
+        """Documents that note on which node they are read."""
+
+        def __init__(self, texts, notes):
+            self.texts, self.notes = texts, notes
+
+        def __len__(self):
+            return len(self.texts)
+
+        def __getitem__(self, rows):
+            (self.notes / ray.get_runtime_context().get_node_id()).touch()
+            return {"text": self.texts[rows]}
+
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     ray.init(cluster.address, log_to_driver=False)
     cluster.add_node(num_cpus=2, num_gpus=4)
@@ -142,7 +136,7 @@ def test_elastic_run_shrinks_and_grows(
     config.run_path.mkdir(parents=True)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(100)(config), what="step 100")
-        lose(two_nodes)
+        lose(two_nodes, *two_nodes.worker_nodes)
         wait_for(lambda: world_sizes(config) == [2, 1], what="one worker alone")
         step = last_step(config)
         wait_for(lambda: last_step(config) > step + 20, what="its progress")

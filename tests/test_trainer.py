@@ -61,26 +61,29 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     config = small(
         vocab_size=50_257,
         block_size=64,
-        batch_size=32,
+        batch_size=8,
         num_workers=2,
-        learning_rate=3e-3,
-        warmup_steps=5,
-        decay_steps=500,
+        warmup_steps=2,
     )
-    documents = tutorial.ray.data.from_huggingface(tutorial.load_documents(config))
-    stream = tutorial.stream_windows(documents, config.block_size)
-    one_batch = tutorial.stream_windows(documents.limit(5), config.block_size)
-    tokenizer, windows = tutorial.tiktoken.get_encoding("gpt2"), one_batch.take_all()
-    first = tokenizer.decode(np.concatenate([w["tokens"][:-1] for w in windows]))
-    assert documents.take(1)[0]["text"] + "<|endoftext|>" in first
+    texts = tutorial.load_documents(config)["text"][:12]
+    tokenizer = tutorial.tiktoken.get_encoding("gpt2")
+    tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
+    documents = tutorial.datasets.Dataset.from_dict({"text": texts})
+    stream = tutorial.stream_windows(
+        tutorial.ray.data.from_huggingface(documents), config.block_size
+    )
+    windows = np.stack([row["tokens"] for row in stream.take_all()])
+    assert windows.dtype == np.uint16
+    joined = [*windows[:, :-1].ravel(), windows[-1, -1]]
+    assert joined == tokens[: len(joined)] and len(tokens) - len(joined) < 64
 
     trainer = tutorial.make_trainer(
         config, tutorial.train_on_stream, datasets={"train": stream}
     )
     result = trainer.fit()
-    assert result.error is None and result.metrics["loss"] < 8.5
-    # 138,937 tokens are 67 batches of 32 x 64.
-    assert 66 <= result.metrics["step"] <= 67
+    assert result.error is None and result.metrics["loss"] < 10
+    steps = len(windows) // config.batch_size
+    assert 15 < steps - 1 <= result.metrics["step"] <= steps
     model = tutorial.load_model(result.checkpoint)
     assert model.config == config
     assert not Path(config.data_dir).exists()
