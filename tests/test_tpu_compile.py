@@ -47,7 +47,9 @@ def test_gpt2_xl_compiles_for_a_v6e_slice():
     report = compile_for_tpu("gpt2-xl.yaml")
     assert report["parameters"] == 1_557_611_200
     assert report["total_gib"] < 31.25
-    assert report["kernels"] == 3  # in one loop: forward, and forward again and backward
+    assert (
+        report["kernels"] == 3
+    )  # in one loop: forward, and forward again and backward
     # Parameters come from the chips that keep them; only scalars and sums are reduced.
     assert {"all-gather", "all-reduce"} <= report["collectives"].keys()
 

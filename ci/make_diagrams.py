@@ -1,0 +1,99 @@
+"""Draw the page's diagrams: how data flows, and how the model is divided over devices.
+
+    python ci/make_diagrams.py
+
+Writes images/dataflow.png and images/sharding.png. The second one asks the notebook's own
+functions which device holds which part of each array, on eight simulated devices.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "ci"))
+
+import jax
+import matplotlib.pyplot as plt
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from notebook_module import load_notebook
+
+STAGES = [  # what there is, and what makes the next thing of it
+    ("documents", "text, on the hub or in files", "Ray Data tasks, tiktoken"),
+    ("train.bin, val.bin", "tokens, uint16, one after the other", "Ray Data tasks"),
+    ("windows", "uint16 [block_size + 1], shuffled", "each worker, for its rows"),
+    ("global batch", "one jax.Array over all devices", "train_step, on all devices"),
+    ("state, metrics", "parameters, optimizer, step; loss", "Orbax, ray.train.report"),
+    ("checkpoint, log", "on shared storage or in an object store", None),
+]
+
+
+def draw_dataflow(path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 5.4))
+    for i, (name, what, maker) in enumerate(STAGES):
+        y = -1.6 * i
+        axes.add_patch(
+            FancyBboxPatch((0, y), 4, 0.8, "round,pad=0.1", facecolor="#dbe9f6")
+        )
+        axes.text(2, y + 0.57, name, ha="center", va="center", weight="bold")
+        axes.text(2, y + 0.17, what, ha="center", va="center", size=9)
+        if maker:
+            axes.annotate(
+                "", (2, y - 0.7), (2, y - 0.1), arrowprops={"arrowstyle": "->"}
+            )
+            axes.text(2.15, y - 0.4, maker, va="center", size=9, style="italic")
+    axes.set(xlim=(-0.2, 4.2), ylim=(-8.2, 1))
+    axes.axis("off")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def draw_array(axes, name: str, shape: tuple, sharding) -> None:
+    """The array as a rectangle, cut where devices divide it, with their numbers."""
+    parts = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+        parts.setdefault(bounds, []).append(device.id)
+    rows, columns = shape
+    for ((top, bottom), (left, right)), devices in parts.items():
+        box = (left / columns, 1 - bottom / rows)
+        width, height = (right - left) / columns, (bottom - top) / rows
+        color = plt.cm.tab10(min(devices))
+        axes.add_patch(
+            Rectangle(
+                box, width, height, facecolor=color, alpha=0.35, edgecolor="black"
+            )
+        )
+        label = ", ".join(map(str, sorted(devices)))
+        middle = box[0] + width / 2, box[1] + height / 2
+        axes.text(*middle, label, ha="center", va="center", size=9)
+    axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    axes.set_title(f"{name}\n{rows:,} x {columns:,}", size=9)
+    axes.axis("off")
+
+
+def draw_sharding(path: Path) -> None:
+    tutorial = load_notebook()
+    config = tutorial.TrainingConfig(
+        devices_per_worker=8, fsdp=2, tensor_parallel=2, batch_size=8
+    )
+    mesh = tutorial.make_mesh(config)
+    params = nnx.to_flat_state(tutorial.abstract_state(config, mesh).params)
+    params = {".".join(map(str, path)): value for path, value in params}
+    batch = NamedSharding(mesh, PartitionSpec(tutorial.BATCH_AXES))
+    arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
+    for name in ("wte.embedding", "h.0.attn.query.kernel", "h.0.mlp.c_proj.kernel"):
+        leaf = jax.tree.leaves(params[name])[0]
+        arrays.append((name, leaf.shape, leaf.sharding))
+    figure, axes = plt.subplots(1, len(arrays), figsize=(11, 2.9))
+    for axis, array in zip(axes, arrays):
+        draw_array(axis, *array)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    draw_dataflow(ROOT / "images/dataflow.png")
+    draw_sharding(ROOT / "images/sharding.png")
