@@ -233,6 +233,7 @@ def test_profile_of_chosen_steps(tutorial, small):
     for step, windows in enumerate(windows_for(config, 5), 1):
         state, _ = tutorial.train_step(state, windows, config)
         tutorial.profile(config, step, state)
+    tutorial.profile(config, 4, state)  # as in a run that restarted at step 3
     (trace,) = Path(config.run_path).rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     calls = [e for e in events if e.get("name") == "PjitFunction(train_step)"]
