@@ -1,0 +1,57 @@
+"""What the benchmarks share: processes of their own, the original's code, and tables."""
+
+import datetime
+import importlib.metadata
+import itertools
+import multiprocessing
+import os
+import platform
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+CORES = os.cpu_count()
+
+
+def in_own_process(function: Callable, *arguments):
+    """Call `function` in a fresh process: memory, caches, and start-up are its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]:
+    """The results of `function(*row)` for each row, measured round after round.
+
+    Whatever else a shared machine does then meets all rows alike.
+    """
+    results = [[] for _ in rows]
+    for _, (row, kept) in itertools.product(range(rounds), zip(rows, results)):
+        kept.append(in_own_process(function, *row))
+    return results
+
+
+def original_code(path: str, *marks: str) -> dict:
+    """Run the code blocks that hold any of `marks`; return the names that they define.
+
+    `path` is the README.md of the tutorial that this one replaces.
+    """
+    blocks = re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL)
+    names = {}
+    exec("import os\nimport numpy as np", names)
+    for block in blocks:
+        if any(mark in block for mark in marks):
+            exec(block.split("\ntrain_ds = ")[0], names)  # which reads OpenWebText
+    return names
+
+
+def print_table(columns: list[str], rows: list[list], packages: list[str]) -> None:
+    """A Markdown table, after the machine and the versions that it comes from."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in packages
+    )
+    machine = f"{CORES}-core {platform.machine()}, Python {platform.python_version()}"
+    print(f"\n{machine}, {versions}, {datetime.date.today()}:\n")
+    for row in [columns, ["---"] * len(columns), *rows]:
+        print(f"| {' | '.join(map(str, row))} |".replace(" --- ", "---"))
