@@ -30,7 +30,6 @@ from notebook_module import load_notebook
 FILES = {"10 MB": 10**7, "200 MB": 2 * 10**8, "20 GB": 2 * 10**10}  # bytes
 SHORT = [(10**5, "200 MB")]  # read in seconds, so three times
 LONG = [(10**6, "10 MB"), (10**6, "200 MB"), (10**6, "20 GB"), (10**7, "200 MB")]
-ORIGINAL_LONG = [(10**6, "200 MB")]
 
 
 def own_memory() -> int:
@@ -72,7 +71,6 @@ def main() -> None:
     short, long = ([(None, *case) for case in cases] for cases in (SHORT, LONG))
     if original:
         short += [(original, *case) for case in SHORT]
-        long += [(original, *case) for case in ORIGINAL_LONG]
     with tempfile.TemporaryDirectory(dir=".") as root:
         folders = {name: Path(root).resolve() / name for name in FILES}
         for name, folder in folders.items():

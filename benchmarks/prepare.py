@@ -32,7 +32,7 @@ import tiktoken
 from common import CORES, interleave, print_table
 from notebook_module import load_notebook
 
-SIZES = {"50 MB": 5 * 10**7, "200 MB": 2 * 10**8}  # of text
+SIZES = {"25 MB": 25 * 10**6, "100 MB": 10**8}  # of text
 ROUNDS = 3
 
 
