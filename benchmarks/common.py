@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]
     results = [[] for _ in rows]
     for _, (row, kept) in itertools.product(range(rounds), zip(rows, results)):
         kept.append(in_own_process(function, *row))
+        print(*row, kept[-1], file=sys.stderr)
     return results
 
 
