@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
+import numpy as np
 import psutil
 import ray
 from common import CORES, interleave, original_code, print_table
@@ -43,20 +43,18 @@ def measure(original: str | None, windows: int, folder: Path) -> tuple[float, ..
     tutorial = load_notebook()
     steps = windows // tutorial.TrainingConfig().batch_size
     config = tutorial.TrainingConfig(data_dir=str(folder), max_steps=steps)
-    make_dataset = partial(tutorial.make_token_dataset, config, "train")
-    if original:
-        make_dataset = partial(
-            original_code(original, "def make_bin_xy_dataset")["make_bin_xy_dataset"],
-            str(folder / "train.bin"),
-            config.block_size,
-            num_sequences=steps * config.batch_size,
-        )
+    size = config.batch_size
     ray.init("local", num_cpus=CORES, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     memory, start = own_memory(), time.perf_counter()
-    dataset = make_dataset()
-    batches = dataset.iter_batches(batch_size=config.batch_size, prefetch_batches=2)
-    batches = iter(batches)
+    if original:
+        code = original_code(original, "def make_bin_xy_dataset")
+        dataset = code["make_bin_xy_dataset"](
+            str(folder / "train.bin"), config.block_size, num_sequences=steps * size
+        )
+        batches = iter(dataset.iter_batches(batch_size=size, prefetch_batches=2))
+    else:
+        batches = tutorial.local_batches(config, "train", 0, np.arange(size))
     next(batches)
     first = time.perf_counter()
     tokens = sum(config.batch_size * config.block_size for _ in batches)

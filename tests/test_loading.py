@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,11 @@ def read(dataset):
     rows = dataset.take_all()
     sequence = np.array([row["sequence"] for row in rows])
     return sequence, np.stack([row["tokens"] for row in rows])
+
+
+def read_training(tutorial, config, first_step=0, rows=None):
+    steps = range(first_step, config.max_steps)
+    return read(tutorial.make_token_dataset(config, "train", steps, rows))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 1000, 4096, 4097])
@@ -38,7 +44,7 @@ def test_each_window_once_an_epoch(tutorial, cluster, small, write_bins):
     config = write_bins(small(max_steps=63))
     tokens = np.fromfile(Path(config.data_dir) / "train.bin", np.uint16)
     windows = (len(tokens) - 1) // config.block_size
-    sequence, found = read(tutorial.make_token_dataset(config, "train"))
+    sequence, found = read_training(tutorial, config)
     assert found.dtype == np.uint16 and found.shape[1] == config.block_size + 1
     assert sequence.tolist() == list(range(config.max_steps * config.batch_size))
     expected = np.stack([tokens[i * 16 : i * 16 + 17] for i in range(windows)])
@@ -50,9 +56,9 @@ def test_each_window_once_an_epoch(tutorial, cluster, small, write_bins):
 
 def test_same_order_twice_and_from_the_middle(tutorial, cluster, small, write_bins):
     config = write_bins(small())
-    _, first = read(tutorial.make_token_dataset(config, "train"))
-    _, second = read(tutorial.make_token_dataset(config, "train"))
-    _, resumed = read(tutorial.make_token_dataset(config, "train", first_step=7))
+    _, first = read_training(tutorial, config)
+    _, second = read_training(tutorial, config)
+    _, resumed = read_training(tutorial, config, first_step=7)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first[7 * config.batch_size :], resumed)
 
@@ -60,11 +66,8 @@ def test_same_order_twice_and_from_the_middle(tutorial, cluster, small, write_bi
 def test_workers_share_each_batch(tutorial, cluster, small, write_bins):
     """Two workers' rows, put together, are the batches of one worker."""
     config = write_bins(small())
-    whole, tokens = read(tutorial.make_token_dataset(config, "train"))
-    parts = [
-        read(tutorial.make_token_dataset(config, "train", rows=rows))
-        for rows in ([0, 1], [2, 3])
-    ]
+    whole, tokens = read_training(tutorial, config)
+    parts = [read_training(tutorial, config, rows=rows) for rows in ([0, 1], [2, 3])]
     assert not set(parts[0][0]) & set(parts[1][0])
     merged = np.concatenate([p[1].reshape(-1, 2, 17) for p in parts], axis=1)
     np.testing.assert_array_equal(merged.reshape(-1, 17), tokens)
@@ -74,9 +77,45 @@ def test_workers_share_each_batch(tutorial, cluster, small, write_bins):
 def test_validation_windows_are_in_order(tutorial, cluster, small, write_bins):
     config = write_bins(small())
     tokens = np.fromfile(Path(config.data_dir) / "val.bin", np.uint16)
-    _, found = read(tutorial.make_token_dataset(config, "val"))
+    _, found = read(
+        tutorial.make_token_dataset(config, "val", range(config.eval_steps))
+    )
     assert len(found) == config.eval_steps * config.batch_size
     np.testing.assert_array_equal(found[3], tokens[48:65])
+
+
+def test_a_long_run_reads_its_windows_in_parts(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    """Three datasets, one after the other, give what one gives; the next is ahead."""
+    config = write_bins(small(max_steps=11))
+    mesh = tutorial.make_mesh(config)
+    whole = list(tutorial.global_batches(config, mesh, "train", 2))
+    monkeypatch.setattr(tutorial, "WINDOWS_AT_ONCE", 4 * config.batch_size)
+    made, make = [], tutorial.make_token_dataset
+    monkeypatch.setattr(
+        tutorial, "make_token_dataset", lambda *a: made.append(a[2]) or make(*a)
+    )
+    parts = list(tutorial.global_batches(config, mesh, "train", 2))
+    assert made == [range(2, 6), range(6, 10), range(10, 11)]
+    assert len(parts) == len(whole) == 9
+    for a, b in zip(parts, whole):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_next_batch_is_on_the_device_before_it_is_needed(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    config, put = write_bins(small()), []
+    make = jax.make_array_from_process_local_data
+    monkeypatch.setattr(
+        jax,
+        "make_array_from_process_local_data",
+        lambda *a: put.append(make(*a)) or put[-1],
+    )
+    batches = tutorial.global_batches(config, tutorial.make_mesh(config), "train")
+    for step, batch in zip(range(5), batches):
+        assert batch is put[step] and len(put) == step + 2
 
 
 def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monkeypatch):
