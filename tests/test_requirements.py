@@ -15,6 +15,7 @@ IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
     "orbax-checkpoint": "orbax",
     "pyyaml": "yaml",
+    "tensorboardx": "tensorboardX",
 }
 
 
