@@ -25,6 +25,7 @@ def dashboard():
     stop_ray()
 
 
+@pytest.mark.extra
 def test_notebook_runs_as_a_job(dashboard, tmp_path):
     folder, storage = tmp_path / "tutorial", tmp_path / "storage"
     shutil.copytree(ROOT / "configs", folder / "configs")

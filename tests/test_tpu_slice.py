@@ -113,6 +113,7 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     assert jax.process_count() == 1 and os.environ["JAX_PLATFORMS"] == "cpu"
 
 
+@pytest.mark.extra
 def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     tutorial, tpu_cluster, write_bins, tmp_path, monkeypatch
 ):
