@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from notebook_module import load_notebook
 
 
@@ -57,7 +56,7 @@ def main() -> None:
                 alone.append(seconds)
             start = time.perf_counter()
             path = Path(folder).resolve() / str(save)
-            checkpointer.save(path, args=ocp.args.PyTreeSave(state))
+            tutorial.save_in_background(checkpointer, path, state)
             pauses.append(time.perf_counter() - start)
             while not path.exists():  # Orbax renames the folder when it is complete
                 state, seconds = timed_step(state)

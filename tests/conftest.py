@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
+compiled = tempfile.TemporaryDirectory()  # by one test, for all
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
 
 import jax
 import numpy as np

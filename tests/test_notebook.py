@@ -1,6 +1,7 @@
 """The whole notebook, as its users run it, and the page made from it."""
 
 import ast
+import copy
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import render_readme
 from notebook_module import code_cells
@@ -23,11 +25,25 @@ def text_of(cells) -> str:
     return "\n".join(shown)
 
 
+def run_again(notebook, line: str, changed: str) -> None:
+    """Let all cells run twice in one kernel, the second time with one line changed."""
+    again = copy.deepcopy(notebook.cells)
+    assert sum(line in cell.source for cell in again) == 1
+    for cell in again:
+        cell.id += "-again"
+        cell.source = cell.source.replace(line, changed)
+    notebook.cells += again
+
+
 @pytest.fixture(scope="module")
 def smoke_folder(tmp_path_factory):
-    """A folder in which `pytest --nbmake` has run the notebook."""
+    """A folder in which `pytest --nbmake` has run the notebook, and run it again."""
     folder = tmp_path_factory.mktemp("smoke")
-    shutil.copy(ROOT / "README.ipynb", folder)
+    notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
+    run_again(
+        notebook, "load_config(config_path)", "load_config(config_path, n_layer=1)"
+    )
+    nbformat.write(notebook, folder / "README.ipynb")
     shutil.copytree(ROOT / "configs", folder / "configs")
     environment = os.environ | {"RAY_ADDRESS": "local"}
     environment["GPT2_CONFIG"] = "configs/smoke.yaml"
@@ -53,12 +69,25 @@ def smoke_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def executed(smoke_folder):
     """The code cells of the executed notebook."""
-    return code_cells(smoke_folder / "README.ipynb")
+    cells = code_cells(smoke_folder / "README.ipynb")
+    return cells[: len(cells) // 2]
+
+
+@pytest.fixture(scope="module")
+def executed_again(smoke_folder):
+    """The same cells, from the second time, with one layer."""
+    cells = code_cells(smoke_folder / "README.ipynb")
+    return cells[len(cells) // 2 :]
+
+
+def training_of(cells) -> str:
+    """What the training cell printed."""
+    return text_of(c for c in cells if "result = trainer.fit()" in c.source)
 
 
 @pytest.mark.slow
 def test_notebook_trains(executed):
-    text = text_of(c for c in executed if "result = trainer.fit()" in c.source)
+    text = training_of(executed)
     losses = [float(x) for x in re.findall(r"\| loss ([\d.]+)", text)]
     validation = [float(x) for x in re.findall(r"val_loss ([\d.]+)", text)]
     assert 10 < losses[0] < 11.5 and losses[-1] < 7.5
@@ -108,15 +137,32 @@ def test_notebook_is_quiet(executed):
     """Nothing alarming, and no line twice, in what a reader sees."""
     errors = [o for cell in executed for o in cell.outputs if o.output_type == "error"]
     assert not errors
-    text = text_of(c for c in executed if "result = trainer.fit()" in c.source)
+    text = training_of(executed)
     steps = re.findall(r"step \d+ \| tokens \S+", text)
     assert len(steps) == len(set(steps)) == 20
 
 
 @pytest.mark.slow
+def test_change_a_line_and_run_again(executed, executed_again):
+    """In the same kernel: another model trains from its first step, and is exported."""
+    text = training_of(executed_again)
+    assert re.search(r"^.*step 2 \| tokens 1,024 \|", text, re.M)
+    assert "Going on from" not in text
+    first, second = (
+        [re.findall(pattern, text_of(cells)) for cells in (executed, executed_again)]
+        for pattern in (r"([\d,]+) parameters in", r"storage/runs/(smoke-\w+)")
+    )
+    assert first[0] and first[1] and first[0] != first[1]
+    assert second[0] and second[1] and not set(second[0]) & set(second[1])
+    errors = [o for c in executed_again for o in c.outputs if o.output_type == "error"]
+    assert not errors
+
+
+@pytest.mark.slow
 def test_exported_model_answers_where_our_code_is_not(smoke_folder, tmp_path):
     """The model that the notebook trained, through transformers alone."""
-    (exported,) = smoke_folder.glob("storage/huggingface/smoke-*")
+    exported, *others = smoke_folder.glob("storage/huggingface/smoke-*")
+    assert len(others) == 1  # two models, since a line was changed
     script = f"""
 import sys
 from transformers import pipeline
