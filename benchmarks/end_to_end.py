@@ -1,10 +1,10 @@
 """The whole loop, as `JaxTrainer` runs it, against the bare compiled step.
 
-    python benchmarks/end_to_end.py [configs/smoke.yaml] [key=value ...]
+    python benchmarks/end_to_end.py configs/smoke.yaml max_steps=300 [key=value ...]
 
 Runs the notebook's own loop with everything on, then, in the same workers, the same step on
 a batch that is already in memory. Prints the ratio of their speeds, and how long the loop's
-own thread spent in each part that is not the step.
+own thread spent in each part that is not the step. Needs some hundred steps.
 """
 
 import argparse
@@ -108,6 +108,8 @@ def main() -> None:
             "run_name": "run",
         }
         config = tutorial.load_config(arguments.config, **(changes | places))
+        if config.max_steps <= WARM_UP:
+            raise SystemExit(f"max_steps: expected more than {WARM_UP}, the warm-up")
         tutorial.prepare_dataset(config)
         loop = timed_loop(tutorial, folder / "report.json")
         tutorial.make_trainer(config, loop).fit()
