@@ -50,6 +50,11 @@ def test_file_loads(tutorial, path):
         ({"batch_size": 7}, ["batch_size (7)", "2 devices"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
         ({"num_workers": [1, 3]}, ["batch_size (8)", "3 devices"]),
+        ({"num_workers": 3, "fsdp": 3, "batch_size": 9}, ["fsdp (3)", "n_embd (128)"]),
+        (
+            {"num_workers": 5, "tensor_parallel": 5, "n_head": 5, "n_embd": 125},
+            ["tensor_parallel (5)", "50304"],
+        ),
         ({"decay_steps": 5}, ["decay_steps", "warmup_steps"]),
     ],
 )

@@ -29,6 +29,7 @@ def dashboard():
 def test_notebook_runs_as_a_job(dashboard, tmp_path):
     folder, storage = tmp_path / "tutorial", tmp_path / "storage"
     shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copy(ROOT / ".gitignore", folder)  # Ray leaves out what it names
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     last = [c.source.startswith("def die_after") for c in notebook.cells].index(True)
     notebook.cells = notebook.cells[:last]  # without the drill at its end, for time

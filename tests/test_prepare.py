@@ -77,6 +77,13 @@ def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
         tutorial.prepare_dataset(small(val_fraction=0.2))
 
 
+def test_half_of_the_files_stops_at_once(tutorial, small, write_bins):
+    config = write_bins(small())
+    (Path(config.data_dir) / "val.bin").unlink()
+    with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
+        tutorial.prepare_dataset(config)
+
+
 def test_files_that_are_there_are_left_alone(tutorial, small, write_bins):
     config = write_bins(small())
     before = written(config)

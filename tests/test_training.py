@@ -266,8 +266,8 @@ def test_scanned_layers_drop_out_as_the_key_says(tutorial, small):
     assert not np.allclose(first, other)
 
 
-def scores_that_exist(tutorial, config) -> int:
-    """The largest number of float32 scores in one array of the compiled step."""
+def logits_that_exist(tutorial, config) -> int:
+    """The largest number of float32 logits in one array of the compiled step."""
     state = jax.eval_shape(partial(tutorial.create_state, config))
     shape = (config.batch_size, config.block_size + 1)
     windows = jax.ShapeDtypeStruct(shape, np.uint16)
@@ -276,9 +276,9 @@ def scores_that_exist(tutorial, config) -> int:
     return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
 
 
-def test_chunks_keep_the_scores_of_the_batch_from_existing(tutorial, small):
+def test_chunks_keep_the_logits_of_the_batch_from_existing(tutorial, small):
     config = small(batch_size=8, block_size=64)
     chunked = dataclasses.replace(config, loss_chunks=4)
     tokens = config.batch_size * config.block_size
-    assert scores_that_exist(tutorial, config) == tokens * config.padded_vocab_size
-    assert scores_that_exist(tutorial, chunked) * 4 <= tokens * config.padded_vocab_size
+    assert logits_that_exist(tutorial, config) == tokens * config.padded_vocab_size
+    assert logits_that_exist(tutorial, chunked) * 4 <= tokens * config.padded_vocab_size
