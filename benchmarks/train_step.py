@@ -1,6 +1,6 @@
 """How fast the train step is, in variants, and beside other people's.
 
-    python benchmarks/train_step.py [cpu | gpu | tpu] [--original README.md]
+    python benchmarks/train_step.py [cpu | gpu | tpu] [--original README.md] [--rounds 2]
 
 Trains GPT-2 124M on one device with random tokens: the notebook's step with changes of its
 configuration; the step of the tutorial that this one replaces, if `--original` names its
@@ -43,7 +43,6 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
     {"loss_chunks": 8},
     {"gradient_accumulation_steps": 2},  # of a batch that is twice as large
 ]
-ROUNDS = 2
 STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 
 
@@ -230,7 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", nargs="?", default="cpu", choices=list(STEPS))
     parser.add_argument("--original", help="README.md of the original tutorial")
-    platform, original = vars(parser.parse_args()).values()
+    parser.add_argument("--rounds", type=int, default=2)
+    platform, original, rounds = vars(parser.parse_args()).values()
     os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform, platform)
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in every round
     rows = {"ours": (our_step, {})}
@@ -242,7 +242,7 @@ def main() -> None:
     if platform != "tpu":
         rows["Hugging Face in PyTorch, eager"] = pytorch_step, {}, False
         rows["Hugging Face in PyTorch, compiled"] = pytorch_step, {}, True
-    runs = interleave(measure, [(platform, *row) for row in rows.values()], ROUNDS)
+    runs = interleave(measure, [(platform, *row) for row in rows.values()], rounds)
     runs = dict(zip(rows, runs))
     base = speed(runs["ours"])
     table = [[name, *columns(runs[name], base)] for name in rows]

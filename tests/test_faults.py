@@ -42,7 +42,7 @@ def reference(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
         eval_interval=15,
         decay_steps=120,
         run_name="reference",
-        stall_timeout_s=15.0,
+        stall_timeout_s=90.0,  # longer than a first step on a busy machine
         max_failures=2,
     )
     write_bins(config)
@@ -64,7 +64,9 @@ def writing_a_checkpoint(config) -> bool:
 
 def test_one_accident_after_the_other(tutorial, reference):
     """One run that has to start five times, and ends as if nothing had happened."""
-    config = dataclasses.replace(reference, run_name="accidents", max_failures=4)
+    config = dataclasses.replace(
+        reference, run_name="accidents", max_failures=4, stall_timeout_s=25.0
+    )
     accidents = Accidents(
         config,
         (at_step(3), kill(0)),  # before the first checkpoint
