@@ -25,7 +25,7 @@ from notebook_module import load_notebook
 STAGES = {
     "loop": "start the workers, import, join them",
     "state": "mesh and state",
-    "batch": "first batch of each dataset",
+    "batch": "first batch",
     "step": "compile and run the first step",
     "line": "first line of the log",
 }

@@ -7,9 +7,11 @@ in parallel on the data, on the parameters (FSDP), and on both, and for each siz
 Runs nothing; prints what XLA says of the programs.
 """
 
+import math
 import os
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -27,19 +29,40 @@ SIZES = {  # layers, heads, width
     "774M": (36, 20, 1280),
     "1.5B": (48, 25, 1600),
 }
-MESHES = {"data": 1, "fsdp": 8}
+
+
+def bytes_of(results: str) -> int:
+    """The bytes of the arrays in an HLO type, such as "(f32[2,3], bf16[4])"."""
+    shapes = re.findall(r"(\w+)\[([\d,]*)\]", results)
+    return sum(
+        BYTES[dtype] * math.prod(int(n) for n in filter(None, shape.split(",")))
+        for dtype, shape in shapes
+    )
 
 
 def collective_bytes(program: str) -> int:
-    """The bytes of all results of collectives in a compiled program, on one device."""
-    total = 0
-    for results in re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", program):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
-            size = BYTES[dtype]
-            for n in filter(None, shape.split(",")):
-                size *= int(n)
-            total += size
-    return total
+    """The bytes of all results of collectives in a compiled program, on one device.
+
+    What stands in a loop counts as often as the loop runs.
+    """
+    blocks = re.findall(r"^(ENTRY )?(%\S+) \(.*?\{$(.*?)^\}", program, re.M | re.S)
+    bodies = {name: body for _, name, body in blocks}
+    [entry] = [name for is_entry, name, _ in blocks if is_entry]
+
+    @cache
+    def moved(name: str) -> int:
+        total = 0
+        for line in bodies[name].splitlines():
+            if found := re.search(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", line):
+                total += bytes_of(found[1])
+            times = 1
+            if " while(" in line:
+                times = int(re.search(r'"known_trip_count":\{"n":"(\d+)"', line)[1])
+            for called in re.findall(r"(?:calls|to_apply|body)=(%[\w.-]+)", line):
+                total += times * moved(called)
+        return total
+
+    return moved(entry)
 
 
 def row(tutorial, devices: int, fsdp: int, size: str) -> str:
@@ -72,7 +95,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for devices in (1, 2, 4, 8):
-        for fsdp in {1, devices}:
+        for fsdp in sorted({1, devices}):
             print(row(tutorial, devices, fsdp, "124M"), flush=True)
     for size in list(SIZES)[1:]:
         print(row(tutorial, 8, 8, size), flush=True)

@@ -11,8 +11,14 @@ import difflib
 import sys
 from pathlib import Path
 
-import nbformat
-from nbconvert import MarkdownExporter
+try:
+    import nbformat
+    from nbconvert import MarkdownExporter
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{error}. Enter the environment that ci/test.sh and ci/smoke.sh make: "
+        "source .venv/bin/activate"
+    ) from None
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,6 +12,8 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
+WITH_PYTORCH = dict(os.environ)
+os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")
 compiled = tempfile.TemporaryDirectory()  # by one test, for all
 os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
 

@@ -56,6 +56,11 @@ def test_file_loads(tutorial, path):
             ["tensor_parallel (5)", "50304"],
         ),
         ({"decay_steps": 5}, ["decay_steps", "warmup_steps"]),
+        ({"seed": 2**31}, ["seed", "less than"]),
+        ({"attention": "cudnn"}, ["attention: cudnn", "platform: gpu", "bfloat16"]),
+        ({"attention": "splash"}, ["attention: splash", "platform: tpu", "cpu"]),
+        ({"topology": "4x4"}, ["topology (4x4)", "platform: tpu", "cpu"]),
+        ({"accelerator_type": "TPU-V6E"}, ["(TPU-V6E)", "platform: tpu", "cpu"]),
     ],
 )
 def test_mistakes_name_the_key(tutorial, changes, words):
@@ -76,6 +81,7 @@ def test_run_name_follows_the_recipe(tutorial):
         return tutorial.load_config(ROOT / "configs/smoke.yaml", **changes).run_name
 
     assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
+    assert name() != name(max_skipped_steps=2)  # the optimizer's state has another form
 
 
 def test_travels_to_a_worker(tutorial, cluster, small):

@@ -11,6 +11,7 @@ import pytest
 import ray.train
 import torch
 import transformers
+from conftest import WITH_PYTORCH
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -112,7 +113,11 @@ out = pipeline("text-generation", {str(folder)!r})("Once upon", max_new_tokens=5
 assert out[0]["generated_text"].startswith("Once upon"), out
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script],
+        env=WITH_PYTORCH,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     import tiktoken

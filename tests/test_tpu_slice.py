@@ -102,7 +102,11 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     log = log_of(config)
     assert [line["step"] for line in log] == list(range(1, 10))
     alone = dataclasses.replace(
-        longer, platform="cpu", devices_per_worker=1, topology=None
+        longer,
+        platform="cpu",
+        devices_per_worker=1,
+        topology=None,
+        accelerator_type=None,
     )
     losses = losses_of_one_process(tutorial, alone)
     np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)
@@ -149,6 +153,7 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
         num_workers=1,
         devices_per_worker=1,
         topology=None,
+        accelerator_type=None,
     )
     losses = losses_of_one_process(tutorial, alone)
     np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)

@@ -1,6 +1,7 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,21 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     longer = dataclasses.replace(config, max_steps=25)
     assert tutorial.make_trainer(longer).fit().metrics["step"] == 25
     assert [line["step"] for line in log_of(config)] == list(range(1, 26))
+
+
+def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
+    """In the run's storage, or beside it if that is remote, or where the user says."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+
+    def cache(**changes):
+        environment = tutorial.worker_environment(small(**changes))
+        return environment["JAX_COMPILATION_CACHE_DIR"]
+
+    assert cache(storage_path="/shared/runs") == "/shared/runs/jax-cache"
+    local = f"{tempfile.gettempdir()}/jax-cache"
+    assert cache(storage_path="s3://bucket/runs") == local
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/fast")
+    assert cache(storage_path="/shared/runs") == "/fast"
 
 
 def test_training_on_a_stream_of_documents(tutorial, cluster, small):
