@@ -61,6 +61,9 @@ def timed_loop(tutorial, path: Path):
         return state, metrics
 
     class RunLog(tutorial.RunLog):
+        def add(self, *step):
+            spend("wait for the device", super().add, *step)
+
         def write(self):
             spend("wait for the device", jax.block_until_ready, self.recent)
             spend("log", super().write)
