@@ -1,6 +1,6 @@
 """How fast text becomes tokens, beside nanoGPT's way of doing it.
 
-    python benchmarks/prepare.py
+    python benchmarks/prepare.py [--rounds 3]
 
 Tokenizes Python's help pages, repeated, each with a number in front, with the notebook's
 `write_tokens`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
@@ -33,7 +33,6 @@ from common import CORES, interleave, print_table
 from notebook_module import load_notebook
 
 SIZES = {"25 MB": 25 * 10**6, "100 MB": 10**8}  # of text
-ROUNDS = 3
 
 
 def write_text(folder: Path, size: int) -> None:
@@ -131,7 +130,9 @@ def measure(way: str, folder: Path) -> dict:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
     ways, table = ["ours", "nanoGPT's", "tiktoken alone"], []
     with tempfile.TemporaryDirectory(dir=".") as root:
         folders = {name: Path(root).resolve() / name for name in SIZES}
@@ -139,7 +140,7 @@ def main() -> None:
             folder.mkdir()
             write_text(folder, SIZES[name])
         rows = [(way, folder) for folder in folders.values() for way in ways]
-        runs = interleave(measure, rows, ROUNDS)
+        runs = interleave(measure, rows, rounds)
     for name, folder in folders.items():
         results = {way: runs[rows.index((way, folder))] for way in ways}
         if len({run["digest"] for way in ways[:2] for run in results[way]}) != 1:
