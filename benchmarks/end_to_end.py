@@ -66,7 +66,7 @@ def timed_loop(tutorial, path: Path):
 
         def write(self):
             spend("wait for the device", jax.block_until_ready, self.recent)
-            spend("log", super().write)
+            return spend("log", super().write)
 
     def bare(config) -> float:
         """Seconds a step, fed from memory."""
