@@ -8,19 +8,23 @@ The notebook must be stored without outputs; --check says so if it is not.
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / ".venv"  # which ci/test.sh and ci/smoke.sh make
 
 try:
     import nbformat
     from nbconvert import MarkdownExporter
 except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"{error}. Enter the environment that ci/test.sh and ci/smoke.sh make: "
-        "source .venv/bin/activate"
-    ) from None
-
-ROOT = Path(__file__).resolve().parent.parent
+    python = ENVIRONMENT / "bin/python"
+    if not python.exists() or Path(sys.prefix) == ENVIRONMENT:
+        raise SystemExit(
+            f"{error}, and {ENVIRONMENT} doesn't have it. `bash ci/smoke.sh` installs it."
+        ) from None
+    os.execv(python, [python, *sys.argv])
 
 
 def render(notebook_path: Path) -> str:
