@@ -48,6 +48,33 @@ def original_code(path: str, *marks: str) -> dict:
     return names
 
 
+def original_training(path: str, config) -> tuple[Callable, Callable]:
+    """A function that makes the original's model, optimizer, and metric, and its step.
+
+    They have the dtype and the block size of `config`, and GPT-2's size, its default.
+    """
+    import jax
+    import optax
+    from flax import nnx
+
+    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
+    marks = "import flax.nnx", "class TrainingConfig", "class GPT2", "def train_step"
+    names = original_code(path, *marks)
+    names["dtype"] = jax.numpy.dtype(config.compute_dtype)
+    settings = names["TrainingConfig"](seqlen=config.block_size)
+
+    def create():
+        rngs = nnx.Rngs(params=0, dropout=1)
+        model = names["create_model"](rngs=rngs, config=settings)
+        steps = settings.max_steps
+        rate = optax.cosine_decay_schedule(settings.init_learning_rate, steps)
+        adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
+        optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
+        return model, optimizer, nnx.metrics.Average("loss")
+
+    return create, names["train_step"]
+
+
 def print_table(columns: list[str], rows: list[list], packages: list[str]) -> None:
     """A Markdown table, after the machine and the versions that it comes from."""
     versions = ", ".join(

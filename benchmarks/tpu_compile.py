@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 import jax
 import jax.numpy as jnp
 import yaml
-from common import original_code
+from common import original_training
 from jax.experimental import topologies
 from notebook_module import load_notebook
 
@@ -53,47 +53,35 @@ def compile_step(tutorial, config, mesh):
     )
     state = tutorial.abstract_state(config, mesh)
     with jax.set_mesh(mesh):
-        start = time.perf_counter()
-        lowered = tutorial.train_step.lower(state, windows, config)
-        middle = time.perf_counter()
-        compiled = lowered.compile()
+        return timed_compile(tutorial.train_step, state, windows, config)
+
+
+def timed_compile(jitted, *arguments):
+    """The compiled program, and the seconds that tracing and compiling took."""
+    start = time.perf_counter()
+    lowered = jitted.lower(*arguments)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
     return compiled, middle - start, time.perf_counter() - middle
 
 
 def compile_original(path: str, config, mesh):
     """The same of the original's step, which divides a batch over all chips."""
-    import optax
     from flax import nnx
 
-    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
-    marks = "import flax.nnx", "class TrainingConfig", "class GPT2", "def train_step"
-    names = original_code(path, *marks)
-    names["dtype"] = jnp.dtype(config.compute_dtype)
-    settings = names["TrainingConfig"](seqlen=config.block_size)
-
-    def create():
-        rngs = nnx.Rngs(params=0, dropout=1)
-        model = names["create_model"](rngs=rngs, config=settings)
-        adamw = optax.adamw(settings.init_learning_rate)
-        optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-        return nnx.split((model, optimizer, nnx.metrics.Average("loss")))
-
-    graph, state = jax.eval_shape(create)
+    create, train_step = original_training(path, config)
+    graph, state = jax.eval_shape(lambda: nnx.split(create()))
 
     def step(state, batch):
         parts = nnx.merge(graph, state)
-        loss = names["train_step"].__wrapped__(*parts, batch)
+        loss = train_step.__wrapped__(*parts, batch)
         return nnx.state(parts), loss
 
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.block_size), jnp.int32)
     jitted = jax.jit(step, in_shardings=(everywhere, divided), donate_argnums=0)
-    start = time.perf_counter()
-    lowered = jitted.lower(state, (tokens, tokens))
-    middle = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, middle - start, time.perf_counter() - middle
+    return timed_compile(jitted, state, (tokens, tokens))
 
 
 def main() -> None:

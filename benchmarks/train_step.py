@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
 import numpy as np
-from common import interleave, original_code, print_table
+from common import interleave, original_training, print_table
 from notebook_module import load_notebook
 
 CPU = {
@@ -91,25 +91,16 @@ def our_step(tutorial, config) -> Callable:
 def original_step(tutorial, config, path: str) -> Callable:
     """The original's step at the same size; its dropout is 0.1."""
     import jax
-    import optax
     from flax import nnx
 
-    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
-    marks = "import flax.nnx", "class TrainingConfig", "class GPT2", "def train_step"
-    names = original_code(path, *marks)
-    names["dtype"] = jax.numpy.dtype(config.compute_dtype)
-    settings = names["TrainingConfig"](seqlen=config.block_size)
-    model = names["create_model"](rngs=nnx.Rngs(params=0, dropout=1), config=settings)
-    rate = optax.cosine_decay_schedule(settings.init_learning_rate, settings.max_steps)
-    adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
-    optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-    metrics, windows = nnx.metrics.Average("loss"), random_windows(config)
+    create, train_step = original_training(path, config)
+    (model, optimizer, metrics), windows = create(), random_windows(config)
     batch = jax.device_put(
         (windows[:, :-1].astype("int32"), windows[:, 1:].astype("int32"))
     )
 
     def step():
-        loss = names["train_step"](model, optimizer, metrics, batch)
+        loss = train_step(model, optimizer, metrics, batch)
         jax.block_until_ready((loss, nnx.state(model)))
 
     return step
