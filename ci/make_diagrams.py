@@ -87,7 +87,7 @@ def draw_sharding(path: Path) -> None:
     params = {".".join(map(str, path)): value for path, value in params}
     batch = NamedSharding(mesh, PartitionSpec(tutorial.BATCH_AXES))
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
-    for name in ("wte.embedding", "h.0.attn.query.kernel", "h.0.mlp.c_proj.kernel"):
+    for name in ("wte.embedding", "h.0.mlp.c_fc.kernel", "h.0.mlp.c_proj.kernel"):
         leaf = jax.tree.leaves(params[name])[0]
         arrays.append((name, leaf.shape, leaf.sharding))
     figure, axes = plt.subplots(1, len(arrays), figsize=(11, 2.9))

@@ -111,9 +111,7 @@ def logical_axes(name: str) -> tuple:
     axes = {
         "wte": ("vocab", "embed"),
         "wpe": (None, "embed"),
-        "query": ("embed", "heads"),
-        "key": ("embed", "heads"),
-        "value": ("embed", "heads"),
+        "c_attn": ("embed", None, "heads"),
         "c_fc": ("embed", "mlp"),
         "c_proj": ("mlp" if ".mlp." in name else "heads", "embed"),
     }[module]
