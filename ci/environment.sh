@@ -17,7 +17,9 @@ installed=.venv/installed-requirements.txt
 if ! cmp -s ci/requirements.txt "$installed"; then
   echo "Installing ci/requirements.txt into .venv (a few minutes, once) ..."
   "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r ci/requirements.txt
+  # Python compiles what is used when it is first imported, a small part of it all.
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+    -r ci/requirements.txt
   cp ci/requirements.txt "$installed"
 fi
 source .venv/bin/activate

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import ray
@@ -26,6 +27,7 @@ from accidents import (
     wait_for,
     worker_of,
 )
+from flax import nnx
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,7 @@ def reference(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
     config = small_factory(
         tmp_path_factory.mktemp("reference"),
         num_workers=2,
+        n_layer=1,  # less to compile in each start
         dropout=0.1,
         max_steps=120,
         eval_interval=15,
@@ -79,7 +82,7 @@ def test_one_accident_after_the_other(tutorial, reference):
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(tutorial, config, reference)
     *killed, stopped = accidents.seconds
-    assert max(killed) < 60  # measured: 15 to 25 s; machines are noisy
+    assert max(killed) < 60  # measured: 23 to 29 s; machines are noisy
     assert config.stall_timeout_s <= stopped < config.stall_timeout_s + 60
 
 
@@ -174,13 +177,13 @@ def test_divergence_stops_the_run_and_keeps_the_checkpoint(tutorial, reference):
 def test_bad_steps_are_skipped_up_to_a_bound(tutorial, small, capsys):
     config = small(max_skipped_steps=2)
     optimizer = tutorial.create_optimizer(config)
-    params = {"w": np.ones((2, 2), np.float32)}
+    params = nnx.State({"kernel": np.ones((2, 2), np.float32)})
     state = optimizer.init(params)
-    bad, good = ({"w": np.full((2, 2), x, np.float32)} for x in (np.nan, 1.0))
+    bad, good = jax.tree.map(lambda p: np.nan * p, params), params
     for count, grads in [(1, bad), (2, bad), (0, good), (1, bad)]:
         updates, state = optimizer.update(grads, state, params)
         assert int(state.notfinite_count) == count
-        assert (np.asarray(updates["w"]) == 0).all() == (grads is bad)
+        assert (np.asarray(updates["kernel"]) == 0).all() == (grads is bad)
     metrics = {"loss": math.nan, "grad_norm": math.nan}
     config.run_path.mkdir(parents=True)
     assert not tutorial.diverged(config, {6: {"loss": 1.0, "grad_norm": 1.0}})

@@ -42,6 +42,7 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
         small(
             num_workers=2,
             cpus_per_worker=2.0,
+            n_layer=1,
             dropout=0.1,
             max_steps=120,
             eval_interval=15,
@@ -116,6 +117,7 @@ def test_elastic_run_shrinks_and_grows(
         small(
             num_workers=2,
             cpus_per_worker=2.0,
+            n_layer=1,
             max_steps=1_500,
             decay_steps=1_500,
             learning_rate=1e-3,

@@ -42,9 +42,8 @@ def smoke_folder(tmp_path_factory):
     """A folder in which `pytest --nbmake` has run the notebook, and run it again."""
     folder = tmp_path_factory.mktemp("smoke")
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
-    run_again(
-        notebook, "load_config(config_path)", "load_config(config_path, n_layer=1)"
-    )
+    changed = "load_config(config_path, n_layer=1, n_embd=32, max_steps=20)"
+    run_again(notebook, "load_config(config_path)", changed)
     nbformat.write(notebook, folder / "README.ipynb")
     shutil.copytree(ROOT / "configs", folder / "configs")
     environment = os.environ | {"RAY_ADDRESS": "local"}
@@ -77,7 +76,7 @@ def executed(smoke_folder):
 
 @pytest.fixture(scope="module")
 def executed_again(smoke_folder):
-    """The same cells, from the second time, with one layer."""
+    """The same cells, from the second time, with a smaller model."""
     cells = code_cells(smoke_folder / "README.ipynb")
     return cells[len(cells) // 2 :]
 

@@ -32,11 +32,11 @@ def compile_for_tpu(config: str, *options: str) -> dict:
 
 
 def test_gpt2_124m_compiles_for_a_v6e_slice():
-    """With 2 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
-    report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml", "n_layer=2")
+    """With 1 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
+    report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml", "n_layer=1")
     assert report["devices"] == 16
     assert report["total_gib"] < 31.25  # of a chip's 32 GB, what is left to programs
-    assert report["kernels"] == 2 * 2  # splash attention, forward and backward
+    assert report["kernels"] == 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}
 

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 installed="$(python -c 'import sys; print(sys.prefix)')/installed-docs-requirements.txt"
 if ! cmp -s ci/docs/requirements.txt "$installed"; then
   echo "Installing ci/docs/requirements.txt ..."
-  python -m pip install --quiet --disable-pip-version-check \
+  python -m pip install --quiet --disable-pip-version-check --no-compile \
     -r ci/requirements.txt -r ci/docs/requirements.txt # both, so that no pin moves
   cp ci/docs/requirements.txt "$installed"
 fi
