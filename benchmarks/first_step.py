@@ -56,10 +56,10 @@ def watched(tutorial, path: Path):
 
     class RunLog(tutorial.RunLog):
         def write(self):
-            goes_on = super().write()
+            line = super().write()
             note("line")
             path.write_text(json.dumps(times))
-            return goes_on
+            return line
 
     def loop(settings):
         note("loop")

@@ -84,6 +84,19 @@ def test_run_name_follows_the_recipe(tutorial):
     assert name() != name(max_skipped_steps=2)  # the optimizer's state has another form
 
 
+def test_relative_places_mean_the_same_to_workers(tutorial, tmp_path, monkeypatch):
+    """Ray changes the directory of each worker."""
+    monkeypatch.chdir(tmp_path)
+    places = {"data_dir": "data", "storage_path": "runs"}
+    config = tutorial.load_config(ROOT / "configs/smoke.yaml", **places)
+    assert config.data_dir == str(tmp_path / "data")
+    assert config.storage_path == str(tmp_path / "runs")
+    config = tutorial.load_config(ROOT / "configs/smoke.yaml", storage_path="s3://a/b")
+    assert config.storage_path == "s3://a/b"
+    with pytest.raises(ValueError, match="not a valid configuration"):
+        tutorial.load_config(ROOT / "configs/smoke.yaml", data_dir=3)
+
+
 def test_travels_to_a_worker(tutorial, cluster, small):
     """Both as plain data, which the trainer sends, and as an object."""
 

@@ -1,6 +1,7 @@
 """The same numbers as Hugging Face; weights in and out; text out."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,12 +212,24 @@ def test_bad_folders_name_the_tensor(tutorial, small, peer, tmp_path):
         ours(tutorial, small, folder)
 
 
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("activation_function", "relu"),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("scale_attn_weights", False),
+        ("tie_word_embeddings", False),
+        ("vocab_size", 50_258),  # so that the last token isn't the end of a text
+    ],
+)
+def test_other_kinds_of_gpt2_are_refused(tutorial, tmp_path, setting, value):
+    transformers.GPT2Config(**{setting: value}).save_pretrained(tmp_path)
+    named = "eos_token_id 50256" if setting == "vocab_size" else f"{setting} {value!r}"
+    with pytest.raises(ValueError, match=f"init_from.*{named}, expected"):
+        tutorial.pretrained_shape(str(tmp_path))
+
+
 def test_other_kinds_of_model_are_refused(tutorial, tmp_path):
-    transformers.GPT2Config(activation_function="relu").save_pretrained(
-        tmp_path / "relu"
-    )
-    with pytest.raises(ValueError, match="init_from.*activation_function 'relu'"):
-        tutorial.pretrained_shape(str(tmp_path / "relu"))
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="init_from.*model_type 'bert'"):
         tutorial.pretrained_shape(str(tmp_path / "bert"))
@@ -225,10 +238,11 @@ def test_other_kinds_of_model_are_refused(tutorial, tmp_path):
 def test_finetune_file_takes_its_shape_from_the_weights(tutorial, peer):
     _, folder = peer(ODD)
     config = tutorial.load_config(
-        ROOT / "configs/gpt2-finetune.yaml", init_from=str(folder)
+        ROOT / "configs/gpt2-finetune.yaml", init_from=os.path.relpath(folder)
     )
     shape = {key: getattr(config, key) for key in ODD}
     assert shape == ODD and config.dropout == 0.1
+    assert config.init_from == str(folder)  # wherever the workers run
 
 
 def test_hub_files_without_prefix_and_with_buffers(tutorial, small, peer):

@@ -157,6 +157,21 @@ def test_token_beyond_the_vocabulary(tutorial, small, write_bins):
         tutorial.check_tokens(config)
 
 
+def test_own_files_need_not_be_read_to_be_checked(tutorial, small, write_bins):
+    config = write_bins(small(vocab_size=50_257))
+    np.full(400, 60_000, np.uint16).tofile(Path(config.data_dir) / "val.bin")
+    with pytest.raises(ValueError, match="token id 60000"):
+        tutorial.check_tokens(config)
+    (Path(config.data_dir) / "manifest.json").touch()
+    tutorial.check_tokens(config)
+
+
+def test_a_file_that_ends_too_soon(tutorial, small, write_bins):
+    path = Path(write_bins(small()).data_dir) / "train.bin"
+    with pytest.raises(OSError, match="train.bin ended.* at token 1990"):
+        tutorial.read_tokens(path, np.array([0, 1_990]), 17)
+
+
 def test_too_few_validation_windows(tutorial, small, write_bins):
     config = write_bins(small(eval_steps=99))
     with pytest.raises(ValueError, match="25 windows.*396.*eval_steps to 6"):

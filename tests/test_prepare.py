@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
     config = small(dataset=f"{tmp_path}/*.{suffix}", val_fraction=0.2)
     tutorial.prepare_dataset(config)
     assert written(config) == reference_bins(texts, 0.2)
+
+    # Text that comes later isn't left out in silence.
+    assert tutorial.prepare_dataset(config)["documents"] == len(texts)
+    shutil.copy(next(tmp_path.glob(f"*.{suffix}")), tmp_path / f"late.{suffix}")
+    with pytest.raises(FileExistsError, match="data_dir.*'files': .*Choose another"):
+        tutorial.prepare_dataset(config)
 
 
 def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
