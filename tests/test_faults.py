@@ -214,12 +214,10 @@ def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
     script = DRIVER.format(ci=str(ROOT / "ci"), settings=settings)
     command = [sys.executable, "-c", script]
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    wait_for(lambda: last_step(config) >= 50, what="step 50")
+    wait_for(lambda: last_step(config) >= 20, what="step 20")
     first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.wait()  # its workers go on until Ray notices, for a second or so
     second = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert re.search(
-        r"Going on from \S+step_000000(30|45)", second.stdout + second.stderr
-    )
+    assert re.search(r"Going on from \S+step_\d{8}", second.stdout + second.stderr)
     assert_equal_runs(tutorial, config, reference)
