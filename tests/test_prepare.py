@@ -73,6 +73,11 @@ def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
     with pytest.raises(FileExistsError, match="data_dir.*'files': .*Choose another"):
         tutorial.prepare_dataset(config)
 
+    # Text that is no longer needed may go.
+    for path in tmp_path.glob(f"*.{suffix}"):
+        path.unlink()
+    assert tutorial.prepare_dataset(config)["documents"] == len(texts)
+
 
 def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
     config = small(val_fraction=0.1)
