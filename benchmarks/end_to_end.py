@@ -1,16 +1,20 @@
 """The whole loop, as `JaxTrainer` runs it, against the bare compiled step.
 
-    python benchmarks/end_to_end.py configs/smoke.yaml max_steps=300 [key=value ...]
+    python benchmarks/end_to_end.py configs/smoke.yaml max_steps=360 eval_interval=100
 
-Runs the notebook's own loop with everything on, then, in the same workers, the same step on
-a batch that is already in memory. Prints the ratio of their speeds, and how long the loop's
-own thread spent in each part that is not the step. Needs some hundred steps.
+Runs the notebook's own loop with everything on. Halfway between two evaluations, it pauses,
+and the same workers run the same step on a batch that is already in memory, with a copy of
+the state. So the speed of each stretch, with its one evaluation and checkpoint, stands
+between two of the bare step's, and a machine that becomes slower slows all three. Prints the
+ratios of their speeds, and how long the loop's own thread spent in each part.
 """
 
 import argparse
 import collections
+import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -20,45 +24,65 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
+import jax.numpy as jnp
 import ray
 import yaml
 from notebook_module import load_notebook
 
-WARM_UP = 100  # steps before the measurement starts
-BARE = 100  # steps of the bare program, before and after
+BARE = 25  # steps of the bare program in each pause
+
+
+def pauses(config) -> list[int]:
+    """The steps after which the loop pauses; it warms up until the first of them."""
+    interval = config.eval_interval
+    return list(range(interval + interval // 2, config.max_steps, interval))
+
+
+@jax.jit
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
 
 
 def timed_loop(tutorial, path: Path):
-    """The notebook's loop, leaving in `path` what its parts took after the warm-up."""
+    """The notebook's loop, leaving in `path` what its parts took between the pauses."""
     train_loop, batches = tutorial.train_loop_per_worker, tutorial.global_batches
     save_checkpoint, eval_step = tutorial.save_checkpoint, tutorial.eval_step
     train_step = tutorial.train_step
-    seconds, kept, start = collections.Counter(), {}, []
+    seconds, whole, bare = collections.Counter(), [], []
+    now, steps, running = time.perf_counter, 0, 0.0  # the clock's start, if it runs
 
     def spend(part, function, *arguments):
-        before = time.perf_counter()
+        before = now()
         try:
             return function(*arguments)
         finally:
-            if start:
-                seconds[part] += time.perf_counter() - before
+            if running:
+                seconds[part] += now() - before
 
-    def timed_batches(config, mesh, split, first_step=0):
-        stream = batches(config, mesh, split, first_step)
-        step = first_step
+    def timed_batches(*arguments):
+        stream = batches(*arguments)
         while (batch := spend("data", next, stream, None)) is not None:
-            kept["windows"] = batch
-            step += 1
-            if split == "train" and step == WARM_UP + 1:
-                jax.block_until_ready(kept["state"])
-                seconds.clear()
-                start.append(time.perf_counter())
             yield batch
 
-    def kept_step(state, windows, config):
-        state, metrics = spend("dispatch", train_step, state, windows, config)
-        kept["state"] = state
-        return state, metrics
+    def pause(state, windows, config):
+        nonlocal running
+        jax.block_until_ready(state)
+        if running:
+            whole.append(now() - running)
+        state = jax.block_until_ready(copied(state))
+        before = now()
+        for _ in range(BARE):
+            state, _ = train_step(state, windows, config)
+        jax.block_until_ready(state)
+        bare.append((now() - before) / BARE)
+        running = now() if len(bare) < len(pauses(config)) else 0.0
+
+    def timed_step(state, windows, config):
+        nonlocal steps
+        if steps in pauses(config):
+            pause(state, windows, config)
+        steps += 1
+        return spend("dispatch", train_step, state, windows, config)
 
     class RunLog(tutorial.RunLog):
         def add(self, *step):
@@ -68,26 +92,13 @@ def timed_loop(tutorial, path: Path):
             spend("wait for the device", jax.block_until_ready, self.recent)
             return spend("log", super().write)
 
-    def bare(config) -> float:
-        """Seconds a step, fed from memory."""
-        state = kept["state"]
-        before = time.perf_counter()
-        for _ in range(BARE):
-            state, _ = train_step(state, kept["windows"], config)
-        jax.block_until_ready(state)
-        kept["state"] = state
-        return (time.perf_counter() - before) / BARE
-
     def loop(settings):
         train_loop(settings)
-        jax.block_until_ready(kept["state"])
-        whole = time.perf_counter() - start[0]
-        config = tutorial.TrainingConfig(**settings)
-        report = dict(seconds) | {"whole": whole, "bare": [bare(config), bare(config)]}
         if jax.process_index() == 0:
+            report = {"seconds": seconds, "whole": whole, "bare": bare}
             path.write_text(json.dumps(report))
 
-    tutorial.global_batches, tutorial.train_step = timed_batches, kept_step
+    tutorial.global_batches, tutorial.train_step = timed_batches, timed_step
     tutorial.RunLog = RunLog
     tutorial.save_checkpoint = lambda *args: spend("save", save_checkpoint, *args)
     tutorial.eval_step = lambda *args: spend("evaluate", eval_step, *args)
@@ -111,24 +122,27 @@ def main() -> None:
             "run_name": "run",
         }
         config = tutorial.load_config(arguments.config, **(changes | places))
-        if config.max_steps <= WARM_UP:
-            raise SystemExit(f"max_steps: expected more than {WARM_UP}, the warm-up")
+        if len(pauses(config)) < 2:
+            raise SystemExit("max_steps: expected more than 2.5 times eval_interval")
         tutorial.prepare_dataset(config)
         loop = timed_loop(tutorial, folder / "report.json")
         tutorial.make_trainer(config, loop).fit()
         report = json.loads((folder / "report.json").read_text())
 
-    steps = config.max_steps - WARM_UP
-    whole, bare = report.pop("whole") / steps, sum(report.pop("bare")) / 2
+    bare = [sum(pair) / 2 for pair in itertools.pairwise(report["bare"])]
+    whole = [seconds / config.eval_interval for seconds in report["whole"]]
+    ratios = [f"{a / b:.3f}" for a, b in zip(bare, whole)]
+    bare, whole = statistics.mean(bare), statistics.mean(whole)
+    steps = config.eval_interval * len(ratios)
     tokens = config.batch_size * config.block_size
     print(f"{arguments.config} {' '.join(arguments.changes)}, {os.cpu_count()} cores")
     print("| | a step | tokens/s | share |\n|---|---|---|---|")
     print(f"| bare step | {bare * 1e3:.1f} ms | {tokens / bare:,.0f} | |")
     print(f"| whole loop | {whole * 1e3:.1f} ms | {tokens / whole:,.0f} | 100 % |")
-    for part, seconds in sorted(report.items(), key=lambda item: -item[1]):
+    for part, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
         share = seconds / steps / whole
         print(f"| - {part} | {seconds / steps * 1e3:.2f} ms | | {share:.1%} |")
-    print(f"\nwhole loop / bare step: {bare / whole:.3f} of its speed")
+    print(f"\nof the bare step's speed: {bare / whole:.3f}; each stretch: {ratios}")
 
 
 if __name__ == "__main__":

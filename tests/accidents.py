@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,7 +32,7 @@ def last_step(config) -> int:
     return log[-1]["step"] if log else 0
 
 
-def wait_for(condition, seconds: float = 120, pause=0.02, what: str = "condition"):
+def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition"):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
@@ -38,30 +40,48 @@ def wait_for(condition, seconds: float = 120, pause=0.02, what: str = "condition
 
 
 def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process id in the run's folder."""
+    """The notebook's loop, on workers that leave their process id in the run's folder.
+
+    It raises an exception, wherever it is, when rank 0 finds a file `raise` there.
+    """
     train_loop, make_config = tutorial.train_loop_per_worker, tutorial.TrainingConfig
 
+    def raise_when_asked(thread: int, asked) -> None:
+        while not asked.exists():
+            time.sleep(0.02)
+        asked.unlink()
+        error = ctypes.py_object(ZeroDivisionError)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
     def loop(settings: dict) -> None:
-        import os
-
-        import ray.train
-
+        config = make_config(**settings)
         rank = ray.train.get_context().get_world_rank()
-        pid_file = make_config(**settings).run_path / f"pid-{rank}"
-        pid_file.write_text(str(os.getpid()))
+        (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == 0 and not config.remote:
+            arguments = (threading.get_ident(), config.run_path / "raise")
+            threading.Thread(
+                target=raise_when_asked, args=arguments, daemon=True
+            ).start()
         train_loop(settings)
 
     return loop
 
 
 def worker_of(config, rank: int) -> int:
-    return int((config.run_path / f"pid-{rank}").read_text())
+    while not (number := (config.run_path / f"pid-{rank}").read_text()):
+        time.sleep(0.01)  # another is just writing its own there
+    return int(number)
 
 
-def controller_of(config) -> int:
+def interrupt(config) -> None:
+    """An exception comes up in the middle of rank 0's loop."""
+    (config.run_path / "raise").touch()
+
+
+def kill_controller(config) -> None:
     for process in psutil.process_iter(["cmdline"]):
         if "ray::TrainController" in " ".join(process.info["cmdline"] or []):
-            return process.pid
+            return process.kill()
     raise AssertionError("no TrainController")
 
 
@@ -96,6 +116,15 @@ def state_of(tutorial, config) -> list[np.ndarray]:
     newest = tutorial.saved_checkpoints(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     return read_arrays(config.run_path / newest)
+
+
+def copy_run(config, copy):
+    """Copy a run's folder to where the other configuration has its own."""
+    shutil.copytree(config.run_path, copy.run_path)
+    snapshot = copy.run_path / "checkpoint_manager_snapshot.json"
+    names = f"/{config.run_name}/", f"/{copy.run_name}/"
+    snapshot.write_text(snapshot.read_text().replace(*names))
+    return copy
 
 
 def assert_equal_runs(tutorial, config, reference) -> None:
@@ -135,7 +164,7 @@ def in_the_background(function):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         future = pool.submit(function)
         try:
-            yield lambda: future.result(timeout=240)
+            yield lambda: future.result(timeout=900)
         finally:
             if not future.done():
                 ray.shutdown()  # so that the thread ends

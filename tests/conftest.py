@@ -46,6 +46,11 @@ def read_arrays(path) -> list[np.ndarray]:
     return jax.tree.leaves(restored)
 
 
+def start_ray() -> None:
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=4, log_to_driver=False)
+
+
 def stop_ray() -> None:
     """Shut Ray down, once the threads of abandoned datasets have ended.
 
@@ -63,12 +68,15 @@ def tutorial():
     return load_notebook()
 
 
+def pytest_collection_modifyitems(items):
+    """First the tests that share one cluster."""
+    items.sort(key=lambda item: "cluster" not in item.fixturenames)
+
+
 @pytest.fixture(scope="module")
 def cluster():
-    """A real Ray cluster of one node."""
-    ray.init("local", num_cpus=4, log_to_driver=False)
-    yield
-    stop_ray()
+    """A real Ray cluster of one node, which stays until a test starts one of its own."""
+    start_ray()
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +110,27 @@ def small_factory(tutorial):
         return tutorial.TrainingConfig(**(values | changes))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reference(tutorial, small_factory, write_bins, tmp_path_factory):
+    """An undisturbed run, beside which those stand that something happens to."""
+    config = small_factory(
+        tmp_path_factory.mktemp("reference"),
+        num_workers=2,
+        n_layer=1,  # less to compile in each start
+        dropout=0.1,
+        max_steps=120,
+        eval_interval=15,
+        decay_steps=120,
+        run_name="reference",
+        stall_timeout_s=90.0,  # longer than a first step on a busy machine
+        max_failures=2,
+    )
+    write_bins(config)
+    start_ray()
+    assert tutorial.make_trainer(config).fit().error is None
+    return config
 
 
 @pytest.fixture

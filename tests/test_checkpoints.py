@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 import ray.train
-from accidents import log_of
+from accidents import copy_run, log_of
 from conftest import read_arrays
 
 pytestmark = pytest.mark.slow
@@ -35,10 +34,7 @@ def copy_of(tutorial, finished):
 
     def copy(name: str, **changes):
         config = dataclasses.replace(finished[0], run_name=name, **changes)
-        shutil.copytree(finished[0].run_path, config.run_path)
-        snapshot = config.run_path / "checkpoint_manager_snapshot.json"
-        snapshot.write_text(snapshot.read_text().replace("/finished/", f"/{name}/"))
-        return config
+        return copy_run(finished[0], config)
 
     return copy
 

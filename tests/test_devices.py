@@ -18,15 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def gpu_node():
     """A node that says it has two GPUs."""
+    stop_ray()
     ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
     yield
     stop_ray()
 
 
 @pytest.mark.extra
-def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
+def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bins):
     """Data, FSDP, and tensor parallelism at once; then on another mesh."""
     config = write_bins(
         small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
@@ -47,7 +48,7 @@ def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins
 
 
 @pytest.fixture
-def two_gpus(tutorial, cluster, monkeypatch):
+def two_gpus(tutorial, gpu_node, monkeypatch):
     """GPUs that Ray believes in, and workers that compute on the CPU."""
     monkeypatch.setitem(tutorial.PLATFORMS, "gpu", "cpu")
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def dashboard():
     """The address of the dashboard of a local cluster, which takes jobs."""
+    stop_ray()
     context = ray.init("local", num_cpus=4, include_dashboard=True, log_to_driver=False)
     yield context.dashboard_url
     stop_ray()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 from accidents import (
+    assert_equal_runs,
     at_step,
     in_the_background,
     last_step,
@@ -19,7 +20,7 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import read_arrays, stop_ray
+from conftest import start_ray, stop_ray
 from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def two_nodes():
     """A cluster of two nodes, with room for one worker and its data tasks on each."""
+    stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
     ray.init(cluster.address, log_to_driver=False)  # on the head, which stays
     cluster.add_node(num_cpus=3)
@@ -37,21 +39,8 @@ def two_nodes():
     cluster.shutdown()
 
 
-def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
-    reference = write_bins(
-        small(
-            num_workers=2,
-            cpus_per_worker=2.0,
-            n_layer=1,
-            dropout=0.1,
-            max_steps=120,
-            eval_interval=15,
-            decay_steps=120,
-            run_name="reference",
-        )
-    )
-    assert tutorial.make_trainer(reference).fit().error is None
-    config = dataclasses.replace(reference, run_name="node")
+def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
+    config = dataclasses.replace(reference, run_name="node", cpus_per_worker=2.0)
 
     with in_the_background(tutorial.make_trainer(config).fit) as result:
         wait_for(lambda: at_step(50)(config), what="step 50")
@@ -62,15 +51,7 @@ def test_node_goes_away_and_comes_back(tutorial, two_nodes, small, write_bins):
         wait_for(lambda: last_step(config) > step, what="a new step")
         print(f"first new step {time.monotonic() - start:.1f} s after the node is back")
         assert result().error is None
-    states = [
-        read_arrays(c.run_path / tutorial.saved_checkpoints(c)[0])
-        for c in (config, reference)
-    ]
-    for a, b in zip(*states):
-        np.testing.assert_array_equal(a, b)
-    logs = log_of(config), log_of(reference)
-    assert [x["step"] for x in logs[0]] == list(range(1, 121))
-    assert [x["loss"] for x in logs[0]] == [x["loss"] for x in logs[1]]
+    assert_equal_runs(tutorial, config, reference)
 
 
 def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
@@ -89,6 +70,7 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
             (self.notes / ray.get_runtime_context().get_node_id()).touch()
             return {"text": self.texts[rows]}
 
+    stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     ray.init(cluster.address, log_to_driver=False)
     cluster.add_node(num_cpus=2, num_gpus=4)
@@ -168,11 +150,9 @@ def test_storage_that_workers_do_not_share(
         train_loop(settings)
 
     monkeypatch.chdir(folders[0])
-    ray.init("local", num_cpus=4, log_to_driver=False)
-    try:
-        with pytest.raises(ray.train.TrainingFailedError) as error:
-            tutorial.make_trainer(config, loop).fit()
-    finally:
-        stop_ray()
+    stop_ray()  # so that workers start in the first folder, as this process does
+    start_ray()
+    with pytest.raises(ray.train.TrainingFailedError) as error:
+        tutorial.make_trainer(config, loop).fit()
     assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))
     assert not list(tmp_path.glob("*/runs/run/step_*"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import render_readme
-from conftest import WITH_PYTORCH
+from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +40,7 @@ def run_again(notebook, line: str, changed: str) -> None:
 @pytest.fixture(scope="module")
 def smoke_folder(tmp_path_factory):
     """A folder in which `pytest --nbmake` has run the notebook, and run it again."""
+    stop_ray()  # the processor is for the notebook's cluster
     folder = tmp_path_factory.mktemp("smoke")
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     changed = "load_config(config_path, n_layer=1, n_embd=32, max_steps=20)"
@@ -61,7 +62,7 @@ def smoke_folder(tmp_path_factory):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2400,
     )
     assert result.returncode == 0, result.stdout[-5000:]
     return folder

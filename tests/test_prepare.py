@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import tiktoken
+from accidents import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -143,14 +143,16 @@ tutorial.prepare_dataset(config)
 """
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     partial = Path(f"{config.data_dir}.partial") / "train.bin"
-    deadline = time.monotonic() + 120
-    while not (partial.exists() and partial.stat().st_size):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+
+    def writing():
+        assert process.poll() is None
+        return partial.exists() and partial.stat().st_size
+
+    wait_for(writing, what="the first tokens")
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not Path(config.data_dir).exists()
-    result = subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", script], check=True, timeout=900)
     assert result.returncode == 0
     assert written(config) == reference_bins(texts, 0.01)
     assert not partial.exists()

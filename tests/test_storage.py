@@ -11,7 +11,6 @@ from pathlib import Path
 import boto3
 import fsspec.config
 import pytest
-import ray
 from accidents import (
     Accidents,
     assert_equal_runs,
@@ -21,7 +20,7 @@ from accidents import (
     train_loop_of,
     wait_for,
 )
-from conftest import stop_ray
+from conftest import start_ray, stop_ray
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +49,8 @@ def bucket():
         patch.setitem(fsspec.config.conf, "s3", {"use_listings_cache": False})
         wait_for(lambda: answers(port), what="the S3 server")
         boto3.client("s3").create_bucket(Bucket="models")
-        ray.init("local", num_cpus=4, log_to_driver=False)
+        stop_ray()  # a new cluster, whose processes have these variables
+        start_ray()
         yield "s3://models/runs"
         stop_ray()
         server.terminate()

@@ -57,6 +57,7 @@ def tpu_cluster(tutorial, monkeypatch):
         return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
 
     monkeypatch.setattr(tutorial, "worker_environment", simulated)
+    stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     ray.init(cluster.address, log_to_driver=False)
     yield cluster
