@@ -27,6 +27,12 @@ sys.path.insert(0, str(ROOT / "ci"))
 import numpy as np
 from common import interleave, original_training, print_table
 from notebook_module import load_notebook
+from variants import (
+    gradients_in_the_forward_pass,
+    separate_qkv,
+    vocabulary_not_padded,
+    without_donation,
+)
 
 CPU = {
     "platform": "cpu",
@@ -42,6 +48,12 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
     {"loss_chunks": 1},
     {"loss_chunks": 8},
     {"gradient_accumulation_steps": 2},  # of a batch that is twice as large
+]
+OTHER_CODE = [  # and the changes of the configuration that each stands beside
+    (gradients_in_the_forward_pass, {"loss_chunks": 8}),
+    (separate_qkv, {}),
+    (vocabulary_not_padded, {}),
+    (without_donation, {}),
 ]
 STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 
@@ -71,10 +83,12 @@ def random_windows(config) -> np.ndarray:
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
-def our_step(tutorial, config) -> Callable:
+def our_step(tutorial, config, change: Callable | None = None) -> Callable:
     """The notebook's step, fed from the device's memory."""
     import jax
 
+    if change:
+        change(tutorial)
     mesh = tutorial.make_mesh(config, jax.devices()[:1])
     jax.set_mesh(mesh)
     state = tutorial.initial_state(config, mesh)
@@ -228,6 +242,8 @@ def main() -> None:
     for changes in variants(platform):
         text = ", ".join(f"{key}: {value}" for key, value in changes.items())
         rows[f"ours, {text}"] = our_step, changes
+    for change, beside in OTHER_CODE:
+        rows[f"ours, {change.__name__.replace('_', ' ')}"] = our_step, beside, change
     if original:
         rows["the original tutorial"] = original_step, {}, original
     if platform != "tpu":

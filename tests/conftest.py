@@ -28,7 +28,7 @@ from notebook_module import load_notebook
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--random-kills", type=int, default=1, help="runs that are killed at random"
+        "--random-kills", type=int, default=10, help="runs that are killed at random"
     )
 
 

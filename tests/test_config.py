@@ -59,6 +59,7 @@ def test_file_loads(tutorial, path):
         ({"seed": 2**31}, ["seed", "less than"]),
         ({"attention": "cudnn"}, ["attention: cudnn", "platform: gpu", "bfloat16"]),
         ({"attention": "splash"}, ["attention: splash", "platform: tpu", "cpu"]),
+        ({"data_dir": "s3://bucket/data"}, ["data_dir", "not a URL"]),
         ({"topology": "4x4"}, ["topology (4x4)", "platform: tpu", "cpu"]),
         ({"accelerator_type": "TPU-V6E"}, ["(TPU-V6E)", "platform: tpu", "cpu"]),
     ],
@@ -91,6 +92,8 @@ def test_relative_places_mean_the_same_to_workers(tutorial, tmp_path, monkeypatc
     config = tutorial.load_config(ROOT / "configs/smoke.yaml", **places)
     assert config.data_dir == str(tmp_path / "data")
     assert config.storage_path == str(tmp_path / "runs")
+    config = tutorial.load_config(ROOT / "configs/smoke.yaml", storage_path="~/runs")
+    assert config.storage_path == str(Path.home() / "runs")
     config = tutorial.load_config(ROOT / "configs/smoke.yaml", storage_path="s3://a/b")
     assert config.storage_path == "s3://a/b"
     with pytest.raises(ValueError, match="not a valid configuration"):
@@ -114,6 +117,10 @@ def test_missing_resources_are_named(tutorial, cluster, small):
         tutorial.check_resources(config)
     tutorial.check_resources(dataclasses.replace(config, autoscaling=True))
     tutorial.check_resources(small(num_workers=2))
+    with pytest.raises(
+        RuntimeError, match=r"a CPU for Ray Data .*'CPU': 4.5.*'CPU': 4"
+    ):
+        tutorial.check_resources(small(num_workers=7, batch_size=14))
 
 
 def test_storage_that_cannot_be_written(tutorial, small, tmp_path):

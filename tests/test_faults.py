@@ -48,7 +48,7 @@ def writing_a_checkpoint(config) -> bool:
 def test_one_accident_after_the_other(tutorial, cluster, reference):
     """One run that has to start seven times, and ends as if nothing had happened."""
     config = dataclasses.replace(
-        reference, run_name="accidents", max_failures=9, stall_timeout_s=25.0
+        reference, run_name="accidents", max_failures=9, stall_timeout_s=40.0
     )
     accidents = Accidents(
         config,
@@ -57,7 +57,7 @@ def test_one_accident_after_the_other(tutorial, cluster, reference):
         (at_step(62), preempt),
         (at_step(78), interrupt),
         (at_step(92), kill(1, signal.SIGSTOP)),  # which the watchdog notices
-        (at_step(106), kill_controller),
+        (at_step(104), kill_controller),
     )
     loop = train_loop_of(tutorial)
     with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
@@ -71,6 +71,7 @@ def test_one_accident_after_the_other(tutorial, cluster, reference):
     assert 0 <= stopped < 150
 
 
+@pytest.mark.extra
 def test_runs_killed_at_random(tutorial, cluster, reference, request):
     """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row."""
     rng = np.random.default_rng()

@@ -235,6 +235,13 @@ def test_other_kinds_of_model_are_refused(tutorial, tmp_path):
         tutorial.pretrained_shape(str(tmp_path / "bert"))
 
 
+def test_folder_that_is_not_there(tutorial):
+    with pytest.raises(
+        FileNotFoundError, match="init_from: .* /none/gpt2 on this node"
+    ):
+        tutorial.pretrained_shape("/none/gpt2")
+
+
 def test_finetune_file_takes_its_shape_from_the_weights(tutorial, peer):
     _, folder = peer(ODD)
     config = tutorial.load_config(
@@ -243,6 +250,10 @@ def test_finetune_file_takes_its_shape_from_the_weights(tutorial, peer):
     shape = {key: getattr(config, key) for key in ODD}
     assert shape == ODD and config.dropout == 0.1
     assert config.init_from == str(folder)  # wherever the workers run
+    with pytest.raises(ValueError, match="finetune.yaml: .*'block_size': 33"):
+        tutorial.load_config(
+            ROOT / "configs/gpt2-finetune.yaml", init_from=str(folder), block_size=16
+        )
 
 
 def test_hub_files_without_prefix_and_with_buffers(tutorial, small, peer):

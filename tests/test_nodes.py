@@ -6,6 +6,7 @@ import re
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 from accidents import (
@@ -62,6 +63,7 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
 
         def __init__(self, texts, notes):
             self.texts, self.notes = texts, notes
+            self.data = pa.table({"text": texts})
 
         def __len__(self):
             return len(self.texts)

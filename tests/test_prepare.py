@@ -106,9 +106,11 @@ def test_files_that_are_there_are_left_alone(tutorial, small, write_bins):
 def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "no text column"}\n' * 4)
     (tmp_path / "b.jsonl").write_text('{"text": "alone"}\n')
+    (tmp_path / "c.jsonl").write_text('{"text": "some"}\n{"text": null}\n')
     for dataset, message in [
         (f"{tmp_path}/a.jsonl", "'body'"),
         (f"{tmp_path}/b.jsonl", "1 document"),
+        (f"{tmp_path}/c.jsonl", "text is null"),
         (f"{tmp_path}/none/*.txt", "no file matches"),
     ]:
         config = small(dataset=dataset)
@@ -127,7 +129,7 @@ def test_hub_out_of_reach_names_the_ways_out(tutorial, small, monkeypatch):
 @pytest.mark.slow
 def test_killed_preparation_leaves_no_finished_folder(tutorial, small, tmp_path):
     """SIGKILL in the middle of writing; the next run starts over and is right."""
-    texts = [f"{i} " + "many words to tokenize " * 400 for i in range(6_000)]
+    texts = [f"{i} " + "many words to tokenize " * 400 for i in range(3_000)]
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "text.parquet")
     config = small(dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
     script = f"""
@@ -157,4 +159,4 @@ tutorial.prepare_dataset(config)
     assert written(config) == reference_bins(texts, 0.01)
     assert not partial.exists()
     manifest = json.loads((Path(config.data_dir) / "manifest.json").read_text())
-    assert manifest["documents"] == 6_000
+    assert manifest["documents"] == 3_000

@@ -86,7 +86,7 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
     documents = tutorial.datasets.Dataset.from_dict({"text": texts})
     stream = tutorial.stream_windows(
-        tutorial.ray.data.from_huggingface(documents), config.block_size
+        tutorial.ray.data.from_pandas(documents.to_pandas()), config.block_size
     )
     windows = np.stack([row["tokens"] for row in stream.take_all()])
     assert windows.dtype == np.uint16
