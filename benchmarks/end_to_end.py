@@ -49,14 +49,14 @@ def timed_loop(tutorial, path: Path):
     save_checkpoint, eval_step = tutorial.save_checkpoint, tutorial.eval_step
     train_step = tutorial.train_step
     seconds, whole, bare = collections.Counter(), [], []
-    now, steps, running = time.perf_counter, 0, 0.0  # the clock's start, if it runs
+    now, clock = time.perf_counter, {"step": 0, "start": None}  # shared, once pickled
 
     def spend(part, function, *arguments):
         before = now()
         try:
             return function(*arguments)
         finally:
-            if running:
+            if clock["start"]:
                 seconds[part] += now() - before
 
     def timed_batches(*arguments):
@@ -65,23 +65,21 @@ def timed_loop(tutorial, path: Path):
             yield batch
 
     def pause(state, windows, config):
-        nonlocal running
         jax.block_until_ready(state)
-        if running:
-            whole.append(now() - running)
+        if clock["start"]:
+            whole.append(now() - clock["start"])
         state = jax.block_until_ready(copied(state))
         before = now()
         for _ in range(BARE):
             state, _ = train_step(state, windows, config)
         jax.block_until_ready(state)
         bare.append((now() - before) / BARE)
-        running = now() if len(bare) < len(pauses(config)) else 0.0
+        clock["start"] = now() if len(bare) < len(pauses(config)) else None
 
     def timed_step(state, windows, config):
-        nonlocal steps
-        if steps in pauses(config):
+        if clock["step"] in pauses(config):
             pause(state, windows, config)
-        steps += 1
+        clock["step"] += 1
         return spend("dispatch", train_step, state, windows, config)
 
     class RunLog(tutorial.RunLog):
