@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
 import jax.numpy as jnp
-import variants
 import yaml
 from common import original_training
 from jax.experimental import topologies
@@ -92,13 +91,8 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--original", help="README.md of the original tutorial")
-    parser.add_argument(
-        "--variant", help="a function of variants.py, to change our step"
-    )
     arguments = parser.parse_intermixed_args()
     tutorial = load_notebook()
-    if arguments.variant:
-        getattr(variants, arguments.variant)(tutorial)
     changes = dict(change.split("=", 1) for change in arguments.changes)
     changes = {key: yaml.safe_load(value) for key, value in changes.items()}
     config = tutorial.load_config(arguments.config, **changes)

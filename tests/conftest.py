@@ -63,6 +63,10 @@ def stop_ray() -> None:
     ray.shutdown()
 
 
+def pytest_sessionfinish():
+    stop_ray()
+
+
 @pytest.fixture(scope="session")
 def tutorial():
     return load_notebook()
