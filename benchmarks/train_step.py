@@ -3,8 +3,9 @@
     python benchmarks/train_step.py [cpu | gpu | tpu] [--original README.md] [--rounds 2]
 
 Trains GPT-2 124M on one device with random tokens: the notebook's step with changes of its
-configuration, or of its code, as variants.py has them; the step of the tutorial that this one replaces, if `--original` names its
-README.md; and Hugging Face's GPT-2 in PyTorch with the same loss, optimizer, and batch.
+configuration, or of its code, as variants.py has them; the step of the tutorial that this
+one replaces, if `--original` names its README.md; and Hugging Face's GPT-2 in PyTorch with the
+same loss, optimizer, and batch.
 Every row has a process of its own in each round. Speed is the median of all steps but the
 first two of a process; the time to compile is what the first step takes longer than that.
 Peak memory is the device's, and on CPU the whole process's. MFU refers to the data sheet's
