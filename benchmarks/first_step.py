@@ -102,6 +102,7 @@ def main() -> None:
     for stage, cold, warm in zip(STAGES.values(), columns["cold"], columns["warm"]):
         print(f"| {stage} | {cold:.1f} s | {warm:.1f} s |")
     print(f"| in all | {sum(columns['cold']):.1f} s | {sum(columns['warm']):.1f} s |")
+    sys.stdout.flush()  # before Ray's own exit
 
 
 if __name__ == "__main__":

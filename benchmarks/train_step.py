@@ -29,7 +29,7 @@ import numpy as np
 from common import interleave, original_training, print_table
 from notebook_module import load_notebook
 from variants import (
-    gradients_in_the_forward_pass,
+    loss_differentiated_by_jax,
     separate_qkv,
     vocabulary_not_padded,
     without_donation,
@@ -51,7 +51,8 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
     {"gradient_accumulation_steps": 2},  # of a batch that is twice as large
 ]
 OTHER_CODE = [  # and the changes of the configuration that each stands beside
-    (gradients_in_the_forward_pass, {"loss_chunks": 8}),
+    (loss_differentiated_by_jax, {"loss_chunks": 1}),
+    (loss_differentiated_by_jax, {"loss_chunks": 8}),
     (separate_qkv, {}),
     (vocabulary_not_padded, {}),
     (without_donation, {}),
@@ -77,6 +78,11 @@ def variants(platform: str) -> list[dict]:
     """Those of VARIANTS that name fields of the configuration and change it."""
     config = dataclasses.asdict(make_config(load_notebook(), platform, {}))
     return [v for v in VARIANTS if all(config.get(k, x) != x for k, x in v.items())]
+
+
+def name_of(changes: dict, code: str = "") -> str:
+    fields = [f"{key}: {value}" for key, value in changes.items()]
+    return ", ".join(["ours", *filter(None, [code.replace("_", " ")]), *fields])
 
 
 def random_windows(config) -> np.ndarray:
@@ -241,10 +247,9 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in every round
     rows = {"ours": (our_step, {})}
     for changes in variants(platform):
-        text = ", ".join(f"{key}: {value}" for key, value in changes.items())
-        rows[f"ours, {text}"] = our_step, changes
+        rows[name_of(changes)] = our_step, changes
     for change, beside in OTHER_CODE:
-        rows[f"ours, {change.__name__.replace('_', ' ')}"] = our_step, beside, change
+        rows[name_of(beside, change.__name__)] = our_step, beside, change
     if original:
         rows["the original tutorial"] = original_step, {}, original
     if platform != "tpu":

@@ -33,52 +33,32 @@ def separate_qkv(tutorial) -> None:
     tutorial.nnx.LinearGeneral.__call__ = products
 
 
-def gradients_in_the_forward_pass(tutorial) -> None:
-    """The chunks' logits are computed once, and their gradients right then.
+def loss_differentiated_by_jax(tutorial) -> None:
+    """The backward pass gets the loss's gradients from what the forward pass kept.
 
-    The backward pass of a mean only multiplies them by a number. This is what fused
-    cross-entropy kernels do, for instance Liger Kernel's (Hsu et al. 2024).
+    Of one chunk that is its logits. With more, nothing is kept, and the backward pass
+    computes the logits again.
     """
-
-    def cross_entropy(table, features, targets, real):
-        logits = features @ table.T.astype(features.dtype)
-        logits = jnp.where(jnp.arange(len(table)) < real, logits, -jnp.inf)
-        logits = logits.astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    @jax.custom_vjp
-    def chunked(table, features, targets, real):
-        def one(part):
-            return cross_entropy(table, *part, real)
-
-        return jax.lax.map(one, (features, targets)).mean()
-
-    def forward(table, features, targets, real):
-        gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1))
-
-        def add(total, part):
-            loss, (d_table, d_features) = gradients(table, *part, real)
-            return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
-
-        zeros = jnp.zeros(()), jnp.zeros_like(table)
-        (loss, d_table), d_features = jax.lax.scan(add, zeros, (features, targets))
-        n = len(features)
-        return loss / n, (d_table / n, d_features / n)
-
-    def backward(gradients, g):
-        d_table, d_features = gradients
-        return g * d_table, g.astype(d_features.dtype) * d_features, None, None
-
-    chunked.defvjp(forward, backward)
 
     def loss_fn(model, windows, rngs=None):
         windows = windows.astype(jnp.int32)
         features = model.features(windows[:, :-1], rngs=rngs)
+        table, vocab_size = model.wte.embedding[...], model.config.vocab_size
+
+        def cross_entropy(chunk):
+            features, targets = chunk
+            logits = tutorial.score_tokens(table, features, vocab_size)
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits.astype(jnp.float32), targets
+            ).mean()
+
+        if (chunks := model.config.loss_chunks) == 1:
+            return cross_entropy((features, windows[:, 1:]))
 
         def split(x):
-            return jnp.stack(jnp.split(x, model.config.loss_chunks, axis=1))
+            return jnp.stack(jnp.split(x, chunks, axis=1))
 
         parts = split(features), split(windows[:, 1:])
-        return chunked(model.wte.embedding[...], *parts, model.config.vocab_size)
+        return jax.lax.map(jax.checkpoint(cross_entropy), parts).mean()
 
     tutorial.loss_fn = loss_fn

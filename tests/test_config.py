@@ -57,7 +57,13 @@ def test_file_loads(tutorial, path):
         ),
         ({"decay_steps": 5}, ["decay_steps", "warmup_steps"]),
         ({"seed": 2**31}, ["seed", "less than"]),
-        ({"attention": "cudnn"}, ["attention: cudnn", "platform: gpu", "bfloat16"]),
+        ({"attention": "cudnn"}, ["attention: cudnn", "platform: gpu", "cpu"]),
+        ({"attention": "cudnn", "platform": "gpu"}, ["attention: cudnn", "bfloat16"]),
+        (
+            {"attention": "cudnn", "platform": "gpu", "compute_dtype": "bfloat16"}
+            | {"n_embd": 36, "n_head": 3},
+            ["n_embd / n_head", "bfloat16 and 12"],
+        ),
         ({"attention": "splash"}, ["attention: splash", "platform: tpu", "cpu"]),
         ({"data_dir": "s3://bucket/data"}, ["data_dir", "not a URL"]),
         ({"topology": "4x4"}, ["topology (4x4)", "platform: tpu", "cpu"]),

@@ -78,9 +78,8 @@ def test_targets_are_inputs_shifted_by_one(tutorial, small):
     def next_token(tokens, rngs=None):
         return jax.nn.one_hot((tokens + 1) % config.vocab_size, config.vocab_size)
 
-    oracle = SimpleNamespace(
-        features=next_token, logits=lambda features: 100 * features, config=config
-    )
+    wte = SimpleNamespace(embedding=100 * jnp.eye(config.vocab_size))
+    oracle = SimpleNamespace(features=next_token, wte=wte, config=config)
     counting = (np.arange(17)[None] % config.vocab_size).astype(np.uint16)
     assert float(tutorial.loss_fn(oracle, counting)) < 1e-3
     assert float(tutorial.loss_fn(oracle, counting[:, ::-1])) > 50

@@ -1,7 +1,6 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
 
 
 def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
-    """In the run's storage, or beside it if that is remote, or where the user says."""
+    """On storage that all nodes share, also if that is remote, or where the user says."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
 
     def cache(**changes):
@@ -66,8 +65,8 @@ def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
         return environment["JAX_COMPILATION_CACHE_DIR"]
 
     assert cache(storage_path="/shared/runs") == "/shared/runs/jax-cache"
-    local = f"{tempfile.gettempdir()}/jax-cache"
-    assert cache(storage_path="s3://bucket/runs") == local
+    data = {"data_dir": "/shared/data/builtin", "storage_path": "s3://bucket/runs"}
+    assert cache(**data) == "/shared/data/jax-cache"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/fast")
     assert cache(storage_path="/shared/runs") == "/fast"
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -253,7 +254,53 @@ def test_saving_memory_changes_no_result(tutorial, small, savings):
     states, losses = zip(*(run(tutorial, c, windows) for c in (config, saving)))
     np.testing.assert_allclose(losses[1], losses[0], atol=1e-6)
     for a, b in zip(*(jax.tree.leaves(state.params) for state in states)):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        # Of steps of 0.01. AdamW magnifies how the sum of the chunks is rounded.
+        np.testing.assert_allclose(
+            a, b, atol=1e-5 if "scan_layers" in savings else 1e-4
+        )
+
+
+def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
+    """Its gradient is a sum over 4,000 places, which bfloat16 couldn't hold."""
+    config = small(loss_chunks=2)
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, config.vocab_size, (500, 17)).astype(np.int32)
+    windows[:, 1::2] = 7  # half of all inputs
+
+    def gradient(compute_dtype):
+        half = dataclasses.replace(config, compute_dtype=compute_dtype)
+        model = tutorial.create_model(half, seed=3)
+        gradients = nnx.grad(tutorial.loss_fn)(model, windows)
+        return np.asarray(gradients["wte"]["embedding"][...])[7]
+
+    exact, found = gradient("float32"), gradient("bfloat16")
+    assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("loss_chunks", [1, 2, 8])
+def test_gradients_of_the_loss_are_those_that_jax_finds(tutorial, small, loss_chunks):
+    """The notebook writes them down; `jax.grad` of all logits at once is the oracle."""
+    config = small(dropout=0.1, loss_chunks=loss_chunks)
+    (windows,) = windows_for(config, 1).astype(np.int32)
+
+    def ours(model):
+        rngs = nnx.Rngs(dropout=1)
+        return 3 * tutorial.loss_fn(model, windows, rngs)  # not the loss itself
+
+    def plain(model):
+        logits = model(windows[:, :-1], rngs=nnx.Rngs(dropout=1))
+        scores = jax.nn.log_softmax(logits)
+        picked = jnp.take_along_axis(scores, windows[:, 1:, None], axis=-1)
+        return -3 * picked.mean()
+
+    model = tutorial.create_model(config)
+    loss, gradients = nnx.value_and_grad(ours)(model)
+    expected_loss, expected = nnx.value_and_grad(plain)(model)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
+    leaves = jax.tree.leaves(gradients), jax.tree.leaves(expected)
+    for found, wanted in zip(*leaves, strict=True):
+        largest = np.abs(wanted).max()
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * largest)
 
 
 def test_scanned_layers_drop_out_as_the_key_says(tutorial, small):
