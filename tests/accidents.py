@@ -68,9 +68,15 @@ def train_loop_of(tutorial):
 
 
 def worker_of(config, rank: int) -> int:
-    while not (number := (config.run_path / f"pid-{rank}").read_text()):
+    while True:
+        try:
+            if number := (config.run_path / f"pid-{rank}").read_text():
+                return int(number)
+        except FileNotFoundError:
+            raise
+        except OSError:  # on an object store, replaced while it was read
+            pass
         time.sleep(0.01)  # another is just writing its own there
-    return int(number)
 
 
 def interrupt(config) -> None:
