@@ -14,13 +14,15 @@ import pytest
 from accidents import (
     Accidents,
     assert_equal_runs,
-    at_step,
     kill,
+    last_step,
     log_of,
     train_loop_of,
     wait_for,
 )
 from conftest import start_ray, stop_ray
+
+ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +35,7 @@ def answers(port: int) -> bool:
 @pytest.fixture(scope="module")
 def bucket():
     """The URL of an empty bucket, which this process and the cluster's may write to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [Path(sys.executable).with_name("moto_server"), "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -56,10 +56,72 @@ def bucket():
         server.terminate()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+SAVE = """
+import sys
+sys.path.insert(0, {ci!r})
+from pathlib import Path
+import jax
+from notebook_module import load_notebook
+rank = int(sys.argv[1])
+jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
+tutorial = load_notebook()
+config = tutorial.TrainingConfig(**{settings!r})
+state = tutorial.initial_state(config, tutorial.make_mesh(config))
+if rank == 1:  # what a worker that was killed left there; it takes a while to delete
+    left = Path({folder!r}, "1", "saved.orbax-checkpoint-tmp")
+    left.mkdir(parents=True)
+    for number in range(20_000):
+        (left / str(number)).touch()
+checkpointer = tutorial.create_checkpointer(config)
+tutorial.save_in_background(checkpointer, Path({folder!r}, str(rank), "saved"), state)
+checkpointer.wait_until_finished()
+"""
+
+
+def test_each_worker_writes_when_its_own_folder_is_there(small, tmp_path):
+    """Two real processes; the second takes longer to make its folder."""
+    config = small(num_workers=2, storage_path="s3://models/runs")
+    settings = dataclasses.asdict(config)
+    folder, ci = str(tmp_path), str(ROOT / "ci")
+    script = SAVE.format(ci=ci, port=free_port(), settings=settings, folder=folder)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], errors
+    names = [path.name for path in (tmp_path / "1" / "saved").iterdir()]
+    assert "_METADATA" in names and not any(name.isdigit() for name in names)
+
+
+def writing_after(step: int):
+    """While a checkpoint is on its way to the disk, before it goes to the store."""
+
+    def moment(config):
+        staging = Path(tempfile.gettempdir(), f"{config.run_name}-1")
+        wait_for(lambda: last_step(config) >= step, pause=0.5)
+        wait_for(lambda: any(staging.glob("step_*tmp*")), pause=0.002)
+        return True
+
+    return moment
+
+
 def test_save_kill_resume_prune(tutorial, reference, bucket):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
     tutorial.check_storage(config)
-    accident = Accidents(config, (at_step(16), kill(1)))
+    accident = Accidents(config, (writing_after(16), kill(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == 120
