@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,11 +16,11 @@ import pytest
 from accidents import (
     Accidents,
     assert_equal_runs,
-    kill,
-    last_step,
+    at_step,
     log_of,
     train_loop_of,
     wait_for,
+    worker_of,
 )
 from conftest import start_ray, stop_ray
 
@@ -106,22 +108,22 @@ def test_each_worker_writes_when_its_own_folder_is_there(small, tmp_path):
     assert "_METADATA" in names and not any(name.isdigit() for name in names)
 
 
-def writing_after(step: int):
+def kill_while_writing(rank: int):
     """While a checkpoint is on its way to the disk, before it goes to the store."""
 
-    def moment(config):
-        staging = Path(tempfile.gettempdir(), f"{config.run_name}-1")
-        wait_for(lambda: last_step(config) >= step, pause=0.5)
+    def harm(config):
+        worker = worker_of(config, rank)  # before, since the store takes a while
+        staging = Path(tempfile.gettempdir(), f"{config.run_name}-{rank}")
         wait_for(lambda: any(staging.glob("step_*tmp*")), pause=0.002)
-        return True
+        os.kill(worker, signal.SIGKILL)
 
-    return moment
+    return harm
 
 
 def test_save_kill_resume_prune(tutorial, reference, bucket):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
     tutorial.check_storage(config)
-    accident = Accidents(config, (writing_after(16), kill(1)))
+    accident = Accidents(config, (at_step(16), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == 120

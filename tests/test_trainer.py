@@ -66,7 +66,7 @@ def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
 
     assert cache(storage_path="/shared/runs") == "/shared/runs/jax-cache"
     data = {"data_dir": "/shared/data/builtin", "storage_path": "s3://bucket/runs"}
-    assert cache(**data) == "/shared/data/jax-cache"
+    assert cache(**data) == "/shared/data/builtin/jax-cache"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/fast")
     assert cache(storage_path="/shared/runs") == "/fast"
 
