@@ -157,7 +157,7 @@ def test_nothing_unpickles(tutorial):
         assert word not in source, word
 
 
-def test_errors_do_not_tell_secrets(tutorial, small, monkeypatch, tmp_path):
+def test_errors_do_not_tell_secrets(tutorial, cluster, small, monkeypatch, tmp_path):
     """What a person copies into a bug report has no token in it."""
     secret = "hf_thisIsASecretToken1234567890"
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
