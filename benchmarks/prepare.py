@@ -32,7 +32,7 @@ import tiktoken
 from common import CORES, interleave, print_table
 from notebook_module import load_notebook
 
-SIZES = {"25 MB": 25 * 10**6, "200 MB": 2 * 10**8}  # of text
+SIZES = {"25 MB": 25 * 10**6, "1 GB": 10**9}  # of text
 
 
 def write_text(folder: Path, size: int) -> None:
