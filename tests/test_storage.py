@@ -129,12 +129,12 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
     assert result.error is None and result.metrics["step"] == 120
     assert_equal_runs(tutorial, config, reference)
 
-    # Pruned to the two best and the latest, here as there; and nothing left on the disk,
-    # but for what the killed worker may have been uploading.
+    # Pruned to the two best and the latest, here as there; and nothing left on the disk:
+    # what the killed worker was writing has been written again.
     saved = tutorial.saved_checkpoints(config)
     assert saved == tutorial.saved_checkpoints(reference) and len(saved) <= 3
     staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
-    assert [path for path in staging if int(path.name[5:]) > 75] == []
+    assert list(staging) == []
 
     # A checkpoint that is damaged there is refused, and the one before it used, by a run
     # with more to do; and the model can be loaded from there.
