@@ -7,7 +7,7 @@ source ci/environment.sh
 
 rm -rf build/smoke
 mkdir -p build/smoke
-cp -r README.ipynb configs images build/smoke/
+cp -r README.ipynb trainkit configs images build/smoke/
 cd build/smoke
 pytest --nbmake --overwrite --nbmake-timeout=900 README.ipynb
 echo "The executed notebook is build/smoke/README.ipynb"

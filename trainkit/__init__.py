@@ -1,0 +1,21 @@
+"""The tools that the notebook README.ipynb calls; each module does what its name says.
+
+config       what decides a run: TrainingConfig, load_config
+checks       which configurations are refused, and why
+pretrained   where published weights lie, and which shape they have
+corpus       documents: from the hub, from files, or built in
+tokens       train.bin and val.bin, and the order of their windows
+devices      the mesh of all devices, and batches on it
+workers      resources, environment, the right GPUs, joining
+layers       attention kernels, scanned blocks
+loss         logits and cross-entropy, in parts
+checkpoints  save, restore, refuse
+run_log      metrics.jsonl, TensorBoard, MFU, profile
+watch        shared storage, divergence, the watchdog
+generate     text, with a cache
+weights      published weights in, under Hugging Face's names
+huggingface  the trained model out
+
+Imports point one way, from the lower modules of this list to the upper ones. Nothing here
+imports the notebook: what needs the model takes it as an argument.
+"""

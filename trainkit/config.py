@@ -1,0 +1,201 @@
+"""What decides a run: `TrainingConfig`, and `load_config`, which reads it from YAML.
+
+Pydantic checks every value, so a misspelled key or a wrong type fails when the file is
+read, and not later on a worker. The defaults are GPT-2 small with nanoGPT's recipe:
+https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from etils import epath
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from trainkit import checks, pretrained
+
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Range = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
+
+    vocab_size: PositiveInt = 50_257
+    block_size: PositiveInt = 1_024  # tokens that the model sees at once
+    n_layer: PositiveInt = 12
+    n_head: PositiveInt = 12
+    n_embd: PositiveInt = 768
+    dropout: Fraction = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
+    attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
+    loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
+    scan_layers: bool = False  # one compiled block in a loop: for many layers
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: a multiple of 128, which is easy to divide."""
+        return math.ceil(self.vocab_size / 128) * 128
+
+
+@dataclass(frozen=True, config=STRICT)
+class RecipeConfig(ModelConfig):
+    """The data and the optimizer. Together with the model, they decide the result."""
+
+    dataset: str = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
+    init_from: str = "scratch"  # or a Hugging Face GPT-2: hub name or folder
+    batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
+    learning_rate: Positive = 6e-4
+    min_learning_rate: Positive = 6e-5
+    warmup_steps: PositiveInt = 2_000
+    decay_steps: PositiveInt = 600_000
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    grad_clip: Positive = 1.0  # global norm
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 0  # non-finite ones in a row
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
+
+
+@dataclass(frozen=True, config=STRICT)
+class MachineConfig:
+    """The workers, and how the model is spread over their devices.
+
+    Other values here change how fast the result comes, and the result by no more than
+    rounding. (With dropout, `gradient_accumulation_steps` also decides what is drawn.)
+    """
+
+    platform: Literal["cpu", "gpu", "tpu"] = "gpu"
+    num_workers: PositiveInt | Range = 1  # processes; elastic if a range: [2, 4]
+    devices_per_worker: PositiveInt = 1  # GPUs, TPU chips, or simulated CPU devices
+    cpus_per_worker: Positive = 1.0
+    topology: str | None = None  # TPU slice, such as "4x4"
+    accelerator_type: str | None = None  # TPU generation, such as "TPU-V6E"
+    autoscaling: bool = False  # True: the cluster adds missing machines by itself
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a batch
+    data_parallel: int = -1  # mesh axes; -1 takes the devices that the others leave
+    fsdp: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
+
+    @property
+    def worker_range(self) -> tuple[int, int]:
+        """The fewest and the most workers."""
+        n = self.num_workers
+        return n if isinstance(n, tuple) else (n, n)
+
+    @property
+    def workers_per_slice(self) -> int:
+        """Workers come and go by this many: one by one, or by whole TPU slices."""
+        return max(1, self.chips // self.devices_per_worker) if self.topology else 1
+
+    @property
+    def chips(self) -> int:
+        """Chips of a TPU slice."""
+        return math.prod(int(size) for size in self.topology.split("x"))
+
+    def mesh_shape(self, workers: int) -> tuple[int, int, int]:
+        """Devices along the data, fsdp, and tensor axes."""
+        others = self.fsdp * self.tensor_parallel
+        devices = workers * self.devices_per_worker
+        data = devices // others if self.data_parallel == -1 else self.data_parallel
+        return data, self.fsdp, self.tensor_parallel
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig(RecipeConfig, MachineConfig):
+    """Everything that decides a run: the classes above, the loop, and the places."""
+
+    max_steps: PositiveInt = 600_000
+    log_interval: PositiveInt = 100  # steps
+    eval_interval: PositiveInt = 1_000  # steps; each evaluation saves a checkpoint
+    eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
+    max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
+    stall_timeout_s: Positive = 1_800.0  # a step that takes longer ends its worker
+    profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
+    run_name: str = "gpt2"
+    data_dir: str = "data"  # on storage that all nodes share, as the next one
+    storage_path: str = "runs"  # may be remote, such as s3://my-bucket/runs
+
+    @property
+    def run_path(self) -> epath.Path:
+        """The run's own folder, local or remote: its log and its checkpoints."""
+        return epath.Path(self.storage_path) / self.run_name
+
+    @property
+    def remote(self) -> bool:
+        """Whether storage is an object store, such as s3://, and no file system."""
+        return "://" in self.storage_path
+
+    @model_validator(mode="after")
+    def check(self) -> "TrainingConfig":
+        """Refuse what no machine could run."""
+        checks.check(self)
+        return self
+
+
+def storage_root() -> Path:
+    """Where runs and data are kept, unless a configuration says otherwise.
+
+    Anyscale mounts /mnt/cluster_storage on every node.
+    """
+    shared = Path("/mnt/cluster_storage")
+    return shared / "gpt2" if shared.is_dir() else Path("storage").resolve()
+
+
+def load_config(path: str | Path, **changes) -> TrainingConfig:
+    """The configuration in the YAML file `path`, with `changes` on top of it.
+
+    The name of the run ends in a fingerprint of the recipe, unless the file gives one: the
+    same recipe continues the same run, another one starts a new run. `init_from` brings
+    the shape of the model.
+
+    Raises:
+        ValueError: a key is unknown, has the wrong type, or contradicts another.
+    """
+    values = yaml.safe_load(Path(path).read_text()) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, found {values!r:.60}")
+    values |= changes
+    if (source := values.get("init_from", "scratch")) != "scratch":
+        source = absolute(source) if Path(source).is_dir() else source
+        shape = pretrained.shape(source)
+        if values | shape != shape | values:
+            raise ValueError(
+                f"{path}: {source} has {shape}; leave out what contradicts it"
+            )
+        values |= {"init_from": source} | shape
+    try:
+        for key in {"data_dir", "storage_path"} & values.keys():
+            values[key] = absolute(values[key])
+        places = default_places(path, TrainingConfig(**values))
+        return TrainingConfig(**(places | values))
+    except (TypeError, ValidationError) as error:
+        raise ValueError(f"{path} is not a valid configuration.\n{error}") from None
+
+
+def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
+    """The run's name and folders, where the YAML file `path` gives none."""
+    recipe = [getattr(config, field.name) for field in dataclasses.fields(RecipeConfig)]
+    fingerprint = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:6]
+    dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")
+    return {
+        "run_name": f"{Path(path).stem}-{fingerprint}",
+        "data_dir": str(storage_root() / "data" / dataset),
+        "storage_path": str(storage_root() / "runs"),
+    }
+
+
+def absolute(place: str) -> str:
+    """Workers run in folders of their own, where a relative path would mislead them."""
+    return place if "://" in place else os.path.abspath(os.path.expanduser(place))

@@ -1,0 +1,137 @@
+"""Text from a model, one token at a time.
+
+The keys and values of the tokens so far stay in caches, so each step costs the same, and
+the whole loop is one compiled program. The model is any NNX module with a `config` that is
+called as `model(tokens, caches=..., position=...)` and returns logits.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiktoken
+from flax import nnx
+
+from trainkit.config import ModelConfig
+
+
+def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
+    """Each prompt with its continuation; `options` go to `generate_tokens`."""
+    tokenizer = tiktoken.get_encoding("gpt2")
+    tokens = generate_tokens(
+        model, [tokenizer.encode_ordinary(p) for p in prompts], **options
+    )
+    end = tokenizer.eot_token
+    texts = [tokenizer.decode([t for t in row if t != end]) for row in tokens]
+    return [prompt + text for prompt, text in zip(prompts, texts)]
+
+
+def generate_tokens(
+    model: nnx.Module,
+    prompts: list[list[int]],
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> list[list[int]]:
+    """The tokens that follow each prompt, up to and with the end-of-text token.
+
+    Args:
+        temperature: 0 takes the likeliest token; more makes the choice freer.
+        top_k: the number of likeliest tokens to choose among.
+
+    Raises:
+        ValueError: a prompt is empty, has an unknown token, or there is no room.
+    """
+    config = model.config
+    room = config.block_size - max_new_tokens
+    if not 1 <= room < config.block_size:
+        raise ValueError(
+            f"max_new_tokens ({max_new_tokens}) must be between 1 and "
+            f"{config.block_size - 1}, one less than block_size"
+        )
+    tokens, lengths = pad_prompts(prompts, room, config)
+    out = decode(
+        *nnx.split(model),
+        tokens,
+        lengths,
+        lengths.max() + max_new_tokens,
+        temperature,
+        jax.random.key(seed),
+        top_k=min(top_k, config.vocab_size),
+    )
+    end, answers = config.vocab_size - 1, []
+    for row, n in zip(np.asarray(out), lengths):
+        answer = row[n : n + max_new_tokens].tolist()
+        answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
+    return answers
+
+
+def pad_prompts(
+    prompts: list[list[int]], room: int, config: ModelConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts of at most `room` tokens as int32 [B, block_size], and their lengths [B].
+
+    Raises:
+        ValueError: a prompt is empty or has an unknown token.
+    """
+    tokens = np.zeros((len(prompts), config.block_size), np.int32)
+    for i, prompt in enumerate(prompts):
+        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
+        if unknown or not prompt:
+            raise ValueError(
+                f"prompt {i}: expected token ids from 0 to {config.vocab_size - 1}, "
+                f"found {unknown or 'none'}"
+            )
+        if len(prompt) > room:
+            print(f"prompt {i}: kept the last {room} of {len(prompt)} tokens")
+        tokens[i, : len(prompt[-room:])] = prompt[-room:]
+    return tokens, np.array([min(len(prompt), room) for prompt in prompts])
+
+
+@partial(jax.jit, static_argnames=("graph", "top_k"))
+def decode(graph, weights, tokens, lengths, end, temperature, key, *, top_k):
+    """Continue each row of `tokens`, int32 [B, S], from its length up to `end`.
+
+    Args:
+        graph, weights: the model, as `nnx.split` divides it.
+    """
+    model = nnx.merge(graph, weights)
+    config, end_of_text = model.config, model.config.vocab_size - 1
+    B, S = tokens.shape
+    cache = jnp.zeros(
+        (B, S, config.n_head, config.n_embd // config.n_head), config.compute_dtype
+    )
+
+    def unfinished(carry):
+        position, _, _, done = carry
+        return (position < end - 1) & ~done.all()
+
+    def next_token(carry):
+        position, tokens, caches, done = carry
+        caches = [dict(cache, position=position) for cache in caches]
+        now = jax.lax.dynamic_slice_in_dim(tokens, position, 1, axis=1)  # (B, 1)
+        logits = model(now, caches=caches, position=position)[:, 0]  # (B, V)
+        step_key = jax.random.fold_in(key, position)
+        new = sample_token(logits, temperature, step_key, top_k)
+        in_prompt = position + 1 < lengths
+        new = jnp.where(done, end_of_text, new)
+        new = jnp.where(in_prompt, tokens[:, position + 1], new)
+        done |= ~in_prompt & (new == end_of_text)
+        caches = [{"key": cache["key"], "value": cache["value"]} for cache in caches]
+        return position + 1, tokens.at[:, position + 1].set(new), caches, done
+
+    caches = [{"key": cache, "value": cache} for _ in range(config.n_layer)]
+    start = jnp.zeros((), jnp.int32), tokens, caches, jnp.zeros(B, bool)
+    return jax.lax.while_loop(unfinished, next_token, start)[1]
+
+
+def sample_token(
+    logits: jax.Array, temperature: float, key: jax.Array, top_k: int
+) -> jax.Array:
+    """Draw one of the `top_k` likeliest tokens for each row of [B, V], int32 [B]."""
+    best, candidates = jax.lax.top_k(logits.astype(jnp.float32), top_k)  # sorted
+    drawn = jax.random.categorical(key, best / jnp.maximum(temperature, 1e-6))
+    choice = jnp.where(temperature > 0, drawn, 0)
+    return jnp.take_along_axis(candidates, choice[:, None], axis=1)[:, 0]

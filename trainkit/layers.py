@@ -1,0 +1,95 @@
+"""Layers that have more than one form: attention by platform, blocks one by one or scanned.
+
+In the comments, B is the batch, T the tokens of a window, D the width, H the heads.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import PartitionSpec
+
+from trainkit.checks import SPLASH_BLOCK
+from trainkit.devices import BATCH_AXES, divide_windows
+
+
+def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention; q, k, v, and the result are [B, T, H, D/H].
+
+    Args:
+        kind: "xla" runs anywhere and keeps a score for each pair of tokens in memory. The
+            fast kernels never do: "cudnn" on NVIDIA GPUs, "splash" on TPUs.
+    """
+    if kind != "splash":  # is_causal masks inside the kernel; a mask array is slow
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=kind
+        )
+    # XLA can't look into a Pallas kernel to divide its work: each device takes its own
+    # windows and heads.
+    spec = PartitionSpec(BATCH_AXES, None, "tensor")
+    on_each_device = jax.shard_map(
+        splash_attention, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return on_each_device(q, k, v)
+
+
+def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention by the TPU's Pallas kernel, on one device."""
+    T, H, size = q.shape[1:]
+    mask = splash.MultiHeadMask([splash.CausalMask((T, T))] * H)
+    blocks = splash.BlockSizes(*[SPLASH_BLOCK] * 6, use_fused_bwd_kernel=True)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    q, k, v = (x.swapaxes(1, 2) for x in (q / math.sqrt(size), k, v))
+    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
+
+
+def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> jax.Array:
+    """Attention of one new token, [B, 1, H, D/H], to itself and those before it.
+
+    Args:
+        cache: `key` and `value` of the tokens so far, [B, S, H, D/H], which get the new
+            token's at `position`.
+    """
+    position = cache["position"]
+    for name, new in (("key", k), ("value", v)):
+        cache[name] = jax.lax.dynamic_update_slice_in_dim(cache[name], new, position, 1)
+    seen = jnp.arange(cache["key"].shape[1]) <= position
+    return jax.nn.dot_product_attention(
+        q, cache["key"], cache["value"], mask=seen[None, None, None, :]
+    )
+
+
+def run_blocks(
+    blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None, caches: list | None = None
+) -> jax.Array:
+    """The last block's output, [B, T, D], from the first block's input `x`.
+
+    XLA finds out by itself how to divide every intermediate result over the devices, but
+    between blocks it needs a hint: each device keeps its own windows, and fetches the
+    parameters that it lacks.
+    """
+    for block, cache in zip(blocks, caches or [None] * len(blocks)):
+        x = block(divide_windows(x), rngs=rngs, cache=cache)
+    return x
+
+
+def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
+    """What `run_blocks` computes, by one compiled block in a loop over all parameters.
+
+    Many blocks compile to a long program, and this one stays short. `jax.checkpoint` keeps
+    only each block's input; the backward pass computes the rest again, which costs a third
+    more arithmetic and saves memory.
+    """
+    graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
+    keys = jax.random.split(rngs.dropout(), len(blocks)) if rngs else None
+
+    @jax.checkpoint
+    def run_block(x, layer):
+        state, key = layer
+        rngs = None if key is None else nnx.Rngs(dropout=key)
+        return nnx.merge(graph, state)(divide_windows(x), rngs=rngs), None
+
+    return jax.lax.scan(run_block, x, (stacked, keys))[0]

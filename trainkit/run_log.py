@@ -1,0 +1,165 @@
+"""The run's log: metrics.jsonl, TensorBoard, a progress bar, MFU, and a profile.
+
+The first worker writes each logged step into the run's folder, where you can read it while
+the run goes on. `ray.train.report` is no place for that: it waits for every worker and for
+Ray's controller, which asks every 2 s by default. The bar is Ray's experimental `tqdm_ray`,
+since no other can be moved by a process on another machine.
+"""
+
+import contextlib
+import json
+import time
+
+import jax
+from ray.experimental import tqdm_ray
+
+from trainkit import watch
+from trainkit.config import ModelConfig, TrainingConfig
+
+PEAK_FLOPS = {  # dense bfloat16 FLOP/s a device, from the vendors' data sheets
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+class RunLog:
+    """Collects the metrics of each step, and logs and shows them now and then.
+
+    A step returns before the device has finished it, and reading its numbers would make
+    the loop wait. So the loop hands them over as they are, and asks for a line only every
+    `log_interval` steps. In between, it stays at most two steps ahead of the device:
+    enough for the device never to wait, and few enough for the bar to tell the truth.
+    """
+
+    def __init__(self, config: TrainingConfig, step: int, n_params: int):
+        """Go on after `step`.
+
+        Args:
+            n_params: the model's parameters, not counting rows that pad the vocabulary.
+        """
+        self.config, self.recent = config, {}
+        self.step, self.time = step, time.perf_counter()
+        self.peak = peak_tokens_per_s(config, n_params)
+        self.file = self.bar = None
+        if jax.process_index() == 0:
+            self.file = LogFile(config, step)
+            self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
+            self.bar.update(step)
+
+    def add(self, step: int, metrics: dict) -> None:
+        """Take the scalars of a step, which the device may still be computing."""
+        self.recent[step] = metrics
+        profile(self.config, step, metrics)
+        jax.block_until_ready(self.recent.get(step - 2))  # at most two are under way
+        if self.bar:
+            self.bar.update()
+
+    def write(self) -> dict | None:
+        """Log a line for the last step, unless a step since the last line diverged.
+
+        Returns:
+            The line: step, tokens so far, the step's metrics, and the speed since the last
+            line; None if the run has diverged.
+        """
+        recent = jax.device_get(self.recent)
+        if watch.diverged(self.config, recent):
+            return None
+        step, metrics = recent.popitem()
+        tokens = self.config.batch_size * self.config.block_size
+        speed = (step - self.step) * tokens / (time.perf_counter() - self.time)
+        self.step, self.time, self.recent = step, time.perf_counter(), {}
+        line = {"step": step, "tokens": step * tokens}
+        line |= {name: float(value) for name, value in metrics.items()}
+        line["tokens_per_s"] = round(speed)
+        if self.peak:
+            line["mfu"] = speed / self.peak
+        if self.file:
+            self.file.append(line)
+            if step == self.config.max_steps:
+                self.bar.close()
+            print(format_line(line))
+        return line
+
+
+class LogFile:
+    """The run's metrics.jsonl, and the same numbers for TensorBoard.
+
+    A run that starts again may repeat a few steps. What the log says about them is
+    dropped, so each step is in it once.
+    """
+
+    def __init__(self, config: TrainingConfig, step: int):
+        self.path, self.remote = config.run_path / "metrics.jsonl", config.remote
+        self.text, self.board = "", None
+        if self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= step]
+            self.text = "".join(kept)
+            new = self.path.with_suffix(".new")
+            new.write_text(self.text)
+            new.replace(self.path)
+        if not self.remote:
+            from tensorboardX import SummaryWriter  # slow: it imports PyTorch if it can
+
+            folder = str(config.run_path / "tensorboard")
+            self.board = SummaryWriter(folder, purge_step=step + 1, flush_secs=1)
+
+    def append(self, line: dict) -> None:
+        """Add a line: a step and its numbers."""
+        text = json.dumps(line) + "\n"
+        self.text += text
+        if self.remote:  # an object cannot grow
+            self.path.write_text(self.text)
+            return
+        with self.path.open("a") as file:
+            file.write(text)
+        for name, value in line.items():
+            self.board.add_scalar(name, value, line["step"])
+
+
+def format_line(line: dict) -> str:
+    """A line of the log for people: step 10 | tokens 5,120 | loss 10.73 and so on."""
+    formats = {int: ",", float: ".4g"}
+    return " | ".join(f"{k} {v:{formats[type(v)]}}" for k, v in line.items())
+
+
+def flops_per_token(config: ModelConfig, n_params: int) -> float:
+    """6 N + 12 L D T, with N the parameters less the position embedding.
+
+    From nanoGPT's estimate_mfu: https://github.com/karpathy/nanoGPT/blob/master/model.py.
+    """
+    weights = n_params - config.block_size * config.n_embd
+    return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
+
+
+def peak_tokens_per_s(config: ModelConfig, n_params: int) -> float | None:
+    """What all devices could do at their peak, if the table has it.
+
+    MFU, model FLOPs utilization, is a run's speed divided by this.
+    """
+    kind = jax.devices()[0].device_kind
+    peak = next((PEAK_FLOPS[k] for k in PEAK_FLOPS if kind.startswith(k)), None)
+    return peak and peak * jax.device_count() / flops_per_token(config, n_params)
+
+
+def profile(config: TrainingConfig, step: int, outputs) -> None:
+    """Trace the steps between the two of `profile_steps`, on the first worker.
+
+    Args:
+        outputs: arrays of `step`, to wait for.
+    """
+    first, last = config.profile_steps or (None, None)
+    if step in (first, last) and jax.process_index() == 0:
+        jax.block_until_ready(outputs)
+        if step == first:
+            folder = str(config.run_path / "profile")
+            jax.profiler.start_trace(folder, create_perfetto_trace=True)
+        else:
+            with contextlib.suppress(RuntimeError):  # no trace: a restart came between
+                jax.profiler.stop_trace()

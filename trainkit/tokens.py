@@ -1,0 +1,218 @@
+"""train.bin and val.bin: their folder, their contents, and the order of their windows.
+
+The format is nanoGPT's: one uint16 for each token, documents one after the other, and an
+end-of-text token after each. A *window* is `block_size + 1` tokens; consecutive windows
+share one token, so no token between two windows is left out.
+
+Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orbax.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import ray.data
+import tiktoken
+from tqdm import tqdm
+
+WINDOWS_AT_ONCE = 2**20  # Ray Data plans all tasks of a dataset before the first starts
+WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
+
+
+def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    """The same dataset, with its rows in order however its tasks finish; and no bars."""
+    dataset.context.enable_progress_bars = False
+    dataset.context.execution_options.preserve_order = True
+    return dataset
+
+
+def existing(config, source: dict) -> dict | None:
+    """The manifest of the files that are already in `config.data_dir`, if any.
+
+    Raises:
+        FileExistsError: the folder holds tokens of another source, or other files.
+        ValueError: the folder can't be replaced.
+    """
+    folder = Path(config.data_dir)
+    if (folder / "manifest.json").exists():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        # If the text files are gone, their tokens are still good.
+        if manifest["source"] | source != manifest["source"]:
+            raise FileExistsError(
+                f"data_dir: {folder} holds tokens made from {manifest['source']}, not "
+                f"from {source}. Choose another data_dir, or delete that folder."
+            )
+        return manifest
+    if all(path_of(config, split).exists() for split in ("train", "val")):
+        return {"source": f"the files that were already in {folder}"}
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(
+            f"{folder} holds files, but not both train.bin and val.bin. Set data_dir to "
+            "another folder, or delete this one."
+        )
+    if folder.is_mount():
+        raise ValueError(f"data_dir: {folder} is a mounted disk; choose a folder in it")
+    return None
+
+
+@contextlib.contextmanager
+def new_folder(config) -> Iterator[Path]:
+    """A folder to write in, which becomes `config.data_dir` if all goes well.
+
+    An interrupted run leaves nothing behind that could pass for a finished one.
+    """
+    folder, partial = Path(config.data_dir), Path(f"{config.data_dir}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:  # a full disk, say: leave it as it was
+        shutil.rmtree(partial)
+        raise
+    partial.rename(folder)
+
+
+def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
+    """Append the rows of `tokenized` to a new file, in order; return how many tokens.
+
+    Args:
+        tokenized: rows of `documents`, how many there are in a row, and `tokens`, their
+            tokens as the bytes of uint16 numbers.
+        documents: how many there are in all, for the progress bar.
+    """
+    with (
+        path.open("wb") as file,
+        tqdm(desc=path.name, total=documents, unit="doc") as bar,
+    ):
+        for row in tokenized.iter_rows():
+            file.write(row["tokens"])
+            bar.update(row["documents"])
+    return path.stat().st_size // 2
+
+
+def write_manifest(folder: Path, source: dict, documents: int, tokens: dict) -> dict:
+    """Say beside the token files what they are made from; return what was written."""
+    manifest = {"source": source, "documents": documents, "tokens": tokens}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    return manifest
+
+
+def path_of(config, split: str) -> Path:
+    """train.bin or val.bin."""
+    return Path(config.data_dir) / f"{split}.bin"
+
+
+def open_tokens(config, split: str) -> np.ndarray:
+    """The tokens of `train.bin` or `val.bin`, uint16 [tokens], memory-mapped.
+
+    Raises:
+        FileNotFoundError, ValueError: the file cannot be trained on.
+    """
+    path = path_of(config, split)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; run prepare_dataset(config)")
+    size = path.stat().st_size
+    if size % 2 or size // 2 <= config.block_size:
+        raise ValueError(
+            f"{path} has {size} bytes; expected 2 for each token, and more tokens than "
+            f"block_size ({config.block_size})"
+        )
+    return np.memmap(path, dtype=np.uint16, mode="r")
+
+
+def count_windows(config, split: str) -> int:
+    """The number of windows in `train.bin` or `val.bin`."""
+    return (len(open_tokens(config, split)) - 1) // config.block_size
+
+
+def largest_token(config, split: str) -> int:
+    """The largest id in a file; one that has a manifest needn't be read for it."""
+    tokens = open_tokens(config, split)
+    if (Path(config.data_dir) / "manifest.json").exists():
+        return tiktoken.get_encoding("gpt2").max_token_value
+    chunks = range(0, len(tokens), 2**26)
+    return max(int(tokens[start : start + 2**26].max()) for start in chunks)
+
+
+def check(config) -> None:
+    """Refuse files that are unusable, too short, or hold ids that GPT-2 lacks.
+
+    Raises:
+        FileNotFoundError, ValueError: with what was found, and what to change.
+    """
+    for split in ("train", "val"):
+        if (largest := largest_token(config, split)) >= config.vocab_size:
+            raise ValueError(
+                f"{path_of(config, split)} holds token id {largest}, "
+                f"but vocab_size is {config.vocab_size}"
+            )
+    windows = count_windows(config, "val")
+    needed = config.eval_steps * config.batch_size
+    if windows < needed:
+        raise ValueError(
+            f"{path_of(config, 'val')} has {windows} windows, but eval_steps x batch_size "
+            f"asks for {needed}. Set one of these lower, or, in another data_dir, "
+            "val_fraction higher."
+        )
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64 values (the output function of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ (x >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> 31)
+
+
+def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """Send each index in range(size) to its place in the permutation that `key` names.
+
+    A Feistel network is a permutation by construction, so nothing is kept in memory and
+    the order is a function of the index. Four rounds permute a power of four that is at
+    least `size`; an index that lands outside goes through again until it is inside (Black
+    and Rogaway, 2002).
+    """
+    half = np.uint64(max(1, math.ceil((size - 1).bit_length() / 2)))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    index, key = index.astype(np.uint64), mix(key.astype(np.uint64) + np.uint64(1))
+    outside = np.ones(index.shape, dtype=bool)
+    while outside.any():
+        left, right = index >> half, index & mask
+        for i in range(4):
+            left, right = right, left ^ (mix(right + key + np.uint64(i << 40)) & mask)
+        index = np.where(outside, (left << half) | right, index)
+        outside = index >= size
+    return index.astype(np.int64)
+
+
+def read(path: Path, starts: np.ndarray, length: int) -> np.ndarray:
+    """`length` tokens of the file from each place in `starts`, uint16 [places, length].
+
+    Raises:
+        OSError: the file ends too soon.
+    """
+    tokens = np.empty((len(starts), length), np.uint16)
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):  # Linux: don't read ahead
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for row, start in zip(tokens, starts.tolist()):
+            file.seek(start * tokens.itemsize)
+            if file.readinto(row) != row.nbytes:
+                raise OSError(f"{path} ended, or couldn't be read, at token {start}")
+    return tokens
+
+
+def count_blocks(windows: int) -> int:
+    """Into how many tasks to divide the reading of so many windows."""
+    return max(math.ceil(windows / WINDOWS_IN_BLOCK), 1)
+
+
+def stretches(config, first_step: int) -> Iterator[range]:
+    """The steps of a run from `first_step` on, in parts of a million windows or so."""
+    stride = math.ceil(WINDOWS_AT_ONCE / config.batch_size)
+    for step in range(first_step, config.max_steps, stride):
+        yield range(step, min(step + stride, config.max_steps))

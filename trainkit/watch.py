@@ -1,0 +1,128 @@
+"""What Ray can't see: storage that isn't shared, a loss that is no number, a hanging worker."""
+
+import math
+import os
+import signal
+import threading
+
+import ray
+from etils import epath
+
+from trainkit import checkpoints
+from trainkit.config import TrainingConfig
+
+
+def storage_probe(config: TrainingConfig) -> tuple[epath.Path, str]:
+    """A file that `check_storage` leaves in the run's folder, and what is in it."""
+    context = ray.get_runtime_context()
+    return (
+        config.run_path / ".shared",
+        f"{context.get_session_name()} {context.get_job_id()}",
+    )
+
+
+def check_before_start(config: TrainingConfig) -> None:
+    """Refuse a run that can't be kept, or that has diverged before.
+
+    Raises:
+        OSError, FloatingPointError: as the two functions below say.
+    """
+    check_storage(config)
+    refuse_diverged(config)
+
+
+def check_storage(config: TrainingConfig) -> None:
+    """Refuse a storage path that cannot be written; leave a file there for the workers.
+
+    Raises:
+        OSError: with the path and the reason.
+    """
+    try:
+        if not config.remote:  # an object store has no folders
+            config.run_path.mkdir(parents=True, exist_ok=True)
+        probe, text = storage_probe(config)
+        probe.write_text(text)
+    except Exception as error:
+        raise OSError(
+            f"storage_path: cannot write to {config.run_path} ({error}). "
+            "Choose a folder or bucket that this user may write to."
+        ) from error
+
+
+def check_storage_is_shared(config: TrainingConfig) -> None:
+    """Fail if this worker doesn't see the folder that the run was started in.
+
+    Raises:
+        RuntimeError: the same path is another folder on this node.
+    """
+    probe, expected = storage_probe(config)
+    if not probe.exists() or probe.read_text() != expected:
+        raise RuntimeError(
+            f"storage_path: {config.storage_path} is another folder on this node than "
+            "where the run was started. Choose storage that all nodes share, or an "
+            "object store."
+        )
+
+
+def diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
+    """Whether a loss or gradient is infinite or not a number; if so, leave a note.
+
+    Such a run never recovers, and must not overwrite good checkpoints. All workers see the
+    same numbers, so they stop together.
+
+    Args:
+        recent: the metrics of the steps since the last call.
+    """
+    for step, metrics in recent.items():
+        values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        in_a_row = int(metrics.get("skipped_in_a_row", 0))
+        if all(map(math.isfinite, values.values())):
+            continue
+        if 0 < in_a_row <= config.max_skipped_steps:
+            print(f"step {step}: skipped, {values}")
+            continue
+        last = next(iter(checkpoints.saved(config)), "none yet")
+        message = f"Diverged at step {step}: {values}. Last good checkpoint: {last}."
+        (config.run_path / "diverged.txt").write_text(message)
+        return True
+    return False
+
+
+def refuse_diverged(config: TrainingConfig) -> None:
+    """Raise if the run has diverged: it would do so again.
+
+    Raises:
+        FloatingPointError: with the step, the numbers, and the last good checkpoint.
+    """
+    note = config.run_path / "diverged.txt"
+    if note.exists():
+        raise FloatingPointError(f"{note.read_text()} To try again, delete {note}.")
+
+
+class Watchdog(threading.Thread):
+    """Ends this process when `beat` isn't called for `seconds`.
+
+    A worker that hangs, on a stuck disk or network, makes all the others wait for it
+    forever. Once it has ended, Ray starts the group again.
+    """
+
+    def __init__(self, seconds: float):
+        super().__init__(daemon=True)
+        self.seconds, self.step, self.alive = seconds, 0, threading.Event()
+        self.start()
+
+    def beat(self, step: int) -> None:
+        """Say that `step` is done."""
+        self.step = step
+        self.alive.set()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self.seconds = None  # wait without end
+        self.alive.set()
+
+    def run(self) -> None:
+        while self.alive.wait(self.seconds):
+            self.alive.clear()
+        print(f"Watchdog: no progress for {self.seconds:g} s after step {self.step}")
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,128 @@
+"""What a worker needs: resources, environment variables, its own GPUs, and the others."""
+
+import dataclasses
+import os
+import zlib
+
+import jax
+import numpy as np
+import ray
+import ray.train
+from jax.experimental import multihost_utils
+
+from trainkit import watch
+from trainkit.config import TrainingConfig
+from trainkit.devices import make_mesh
+
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
+
+
+def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
+    """The workers that `config` asks for, as a request to Ray Train."""
+    needs = {
+        "cpu": {"CPU": config.cpus_per_worker},
+        "gpu": {"CPU": config.cpus_per_worker, "GPU": config.devices_per_worker},
+        "tpu": {"TPU": config.devices_per_worker},
+    }
+    return ray.train.ScalingConfig(
+        num_workers=config.num_workers,
+        use_gpu=config.platform == "gpu",
+        use_tpu=config.platform == "tpu",
+        topology=config.topology,
+        accelerator_type=config.accelerator_type,
+        resources_per_worker=needs[config.platform],
+    )
+
+
+def check_resources(config: TrainingConfig) -> None:
+    """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
+
+    Raises:
+        RuntimeError: with what is missing, and what to change.
+    """
+    available, workers = ray.cluster_resources(), config.worker_range[0]
+    each = {"CPU": 0} | scaling_config(config).resources_per_worker
+    needs = {k: n * workers for k, n in each.items()}
+    needs["CPU"] += 1  # a task that reads
+    missing = {k: n for k, n in needs.items() if n > available.get(k, 0)}
+    if missing and not config.autoscaling:
+        found = {k: available.get(k, 0) for k in missing}
+        raise RuntimeError(
+            f"num_workers: {workers} workers and a CPU for Ray Data take {missing}, but the "
+            f"cluster has {found}. "
+            "Lower num_workers or devices_per_worker, add machines, or set autoscaling: "
+            "true if the cluster adds them by itself."
+        )
+
+
+def environment(config: TrainingConfig) -> dict[str, str]:
+    """The environment variables that each worker starts with, before it imports JAX."""
+    shared = config.data_dir if config.remote else config.storage_path
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{shared}/jax-cache")
+    variables = {
+        "JAX_PLATFORMS": PLATFORMS[config.platform],
+        "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts; the first worker writes it
+        "FSSPEC_S3": '{"use_listings_cache": false}',  # others write there too
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+    if config.platform == "cpu":
+        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
+        variables["XLA_FLAGS"] = count
+    if config.platform == "gpu":
+        # The CUDA libraries that jax brings, not the image's; GKE keeps its driver there.
+        variables["LD_LIBRARY_PATH"] = "/usr/local/nvidia/lib64"
+        # cuDNN's attention carries an address, which differs in each process.
+        variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
+    return variables
+
+
+def own_gpus() -> None:
+    """Let this process see the GPUs that Ray assigned to it, and no others.
+
+    Ray 2.60 assigns every worker its GPUs, but its JAX backend then numbers them from 0,
+    as if each worker had a node of its own (`ray/train/v2/jax/config.py`): two workers of
+    one node would both take GPU 0. Call this before anything asks JAX for a device.
+    """
+    assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(assigned))
+
+
+def check_gpus_are_not_shared() -> None:
+    """Fail if two workers use the same GPU.
+
+    Raises:
+        RuntimeError: on every worker that shares one.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    mine = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    names = [zlib.crc32(f"{node} {gpu}".encode()) for gpu in mine]
+    everyones = multihost_utils.process_allgather(np.array(names, np.uint32))
+    if len(np.unique(everyones)) < everyones.size:
+        raise RuntimeError(f"Another worker of this node uses GPU {mine} as well")
+
+
+def join(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
+    """Start as one of the workers: take the right devices, and see the others' devices.
+
+    An elastic run may have fewer workers than it asked for, so their number is Ray's.
+
+    Returns:
+        The configuration that `settings` describe, and the mesh of all devices, which is
+        also what a PartitionSpec refers to from now on.
+
+    Raises:
+        RuntimeError: the workers don't form one JAX program, share a GPU, or don't see the
+            folder in which the run was started.
+    """
+    workers = ray.train.get_context().get_world_size()
+    config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
+    if config.platform == "gpu":
+        own_gpus()
+    if jax.process_count() != workers:
+        raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
+    if config.platform == "gpu":
+        check_gpus_are_not_shared()
+    mesh = make_mesh(config)
+    jax.set_mesh(mesh)
+    watch.check_storage_is_shared(config)
+    return config, mesh
