@@ -15,6 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -33,8 +37,10 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     saves = arguments.pop("saves")
     tutorial = load_notebook()
-    config = tutorial.TrainingConfig(n_head=6, compute_dtype="float32", **arguments)
-    state = tutorial.initial_state(config, tutorial.make_mesh(config))
+    config = trainkit.config.TrainingConfig(
+        n_head=6, compute_dtype="float32", **arguments
+    )
+    state = tutorial.initial_state(config, trainkit.devices.make_mesh(config))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     shape = (config.batch_size, config.block_size + 1)
     windows = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
@@ -49,14 +55,14 @@ def main() -> None:
         state, _ = timed_step(state)
     alone, during, pauses, writes = [], [], [], []
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        checkpointer = tutorial.create_checkpointer(config)
+        checkpointer = trainkit.checkpoints.create_orbax(config)
         for save in range(saves):
             for _ in range(10):
                 state, seconds = timed_step(state)
                 alone.append(seconds)
             start = time.perf_counter()
             path = Path(folder).resolve() / str(save)
-            tutorial.save_in_background(checkpointer, path, state)
+            trainkit.checkpoints.save_in_background(checkpointer, path, state)
             pauses.append(time.perf_counter() - start)
             while not path.exists():  # Orbax renames the folder when it is complete
                 state, seconds = timed_step(state)

@@ -20,6 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import trainkit.config
+import trainkit.run_log
+
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -82,7 +85,7 @@ def timed_loop(tutorial, path: Path):
         clock["step"] += 1
         return spend("dispatch", train_step, state, windows, config)
 
-    class RunLog(tutorial.RunLog):
+    class RunLog(trainkit.run_log.RunLog):
         def add(self, *step):
             spend("wait for the device", super().add, *step)
 
@@ -97,7 +100,7 @@ def timed_loop(tutorial, path: Path):
             path.write_text(json.dumps(report))
 
     tutorial.global_batches, tutorial.train_step = timed_batches, timed_step
-    tutorial.RunLog = RunLog
+    trainkit.run_log.RunLog = RunLog
     tutorial.save_checkpoint = lambda *args: spend("save", save_checkpoint, *args)
     tutorial.eval_step = lambda *args: spend("evaluate", eval_step, *args)
     return loop
@@ -119,7 +122,7 @@ def main() -> None:
             "storage_path": str(folder / "runs"),
             "run_name": "run",
         }
-        config = tutorial.load_config(arguments.config, **(changes | places))
+        config = trainkit.config.load_config(arguments.config, **(changes | places))
         if len(pauses(config)) < 2:
             raise SystemExit("max_steps: expected more than 2.5 times eval_interval")
         tutorial.prepare_dataset(config)

@@ -15,6 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import trainkit.config
+import trainkit.run_log
+
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
@@ -54,7 +57,7 @@ def watched(tutorial, path: Path):
                 note("batch")
             yield batch
 
-    class RunLog(tutorial.RunLog):
+    class RunLog(trainkit.run_log.RunLog):
         def write(self):
             line = super().write()
             note("line")
@@ -67,7 +70,7 @@ def watched(tutorial, path: Path):
 
     tutorial.start_state = noting("state", start_state)
     tutorial.train_step = noting("step", train_step)
-    tutorial.global_batches, tutorial.RunLog = noting_batches, RunLog
+    tutorial.global_batches, trainkit.run_log.RunLog = noting_batches, RunLog
     return loop
 
 
@@ -81,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         folder = Path(folder).resolve()
         loop = watched(tutorial, folder / "times.json")
-        config = tutorial.load_config(
+        config = trainkit.config.load_config(
             arguments.config,
             max_steps=3,
             log_interval=1,

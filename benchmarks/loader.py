@@ -6,6 +6,7 @@ Reads 10^5 to 10^7 windows from files of 10 MB to 20 GB, through one iterator, a
 training loop does. Each row has a process and a Ray cluster of its own. It reads one batch
 of a run of one step, for which Ray starts its worker processes, and then all: the speed is
 that from their first batch to the last, and memory is what the process's own has grown by
+import trainkit.config
 from before them to the end. The files are sparse and take no space on disk.
 `--original` names the README.md of the tutorial that this one replaces, for a ratio.
 """
@@ -43,7 +44,7 @@ def own_memory() -> int:
 def measure(original: str | None, windows: int, folder: Path) -> tuple[float, ...]:
     """Tokens/s, seconds to a fresh cluster's and to a warm one's first batch, growth."""
     tutorial = load_notebook()
-    config = tutorial.TrainingConfig(data_dir=str(folder))
+    config = trainkit.config.TrainingConfig(data_dir=str(folder))
     size = config.batch_size
     ray.init("local", num_cpus=CORES, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False

@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 from statistics import median
 
+import trainkit.config
+import trainkit.corpus
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
@@ -103,11 +106,11 @@ def tiktoken_alone(texts: list[str], path: Path) -> int:
 def measure(way: str, folder: Path) -> dict:
     """The tokens, seconds, and peak memory of one way to tokenize the text."""
     tutorial = load_notebook()
-    config = tutorial.TrainingConfig(
+    config = trainkit.config.TrainingConfig(
         dataset=str(folder / "*.parquet"), data_dir=str(folder / "data")
     )
-    documents = tutorial.load_documents(config).train_test_split(
-        test_size=config.val_fraction, seed=tutorial.SPLIT_SEED, shuffle=True
+    documents = trainkit.corpus.load(config).train_test_split(
+        test_size=config.val_fraction, seed=trainkit.corpus.SPLIT_SEED, shuffle=True
     )["train"]
     if way == "ours":
         function = tutorial.write_tokens

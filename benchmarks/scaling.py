@@ -14,6 +14,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import trainkit.config
+import trainkit.devices
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
@@ -67,7 +70,7 @@ def collective_bytes(program: str) -> int:
 
 def row(tutorial, devices: int, fsdp: int, size: str) -> str:
     layers, heads, width = SIZES[size]
-    config = tutorial.TrainingConfig(
+    config = trainkit.config.TrainingConfig(
         n_layer=layers,
         n_head=heads,
         n_embd=width,
@@ -77,7 +80,7 @@ def row(tutorial, devices: int, fsdp: int, size: str) -> str:
         loss_chunks=8,
         scan_layers=True,
     )
-    mesh = tutorial.make_mesh(config, jax.devices()[:devices])
+    mesh = trainkit.devices.make_mesh(config, jax.devices()[:devices])
     compiled, _, seconds = compile_step(tutorial, config, mesh)
     memory = compiled.memory_analysis()
     state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes

@@ -20,6 +20,9 @@ import time
 from functools import partial
 from pathlib import Path
 
+import trainkit.config
+import trainkit.devices
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -45,7 +48,7 @@ def collectives_of(program: str) -> dict[str, int]:
 
 def compile_step(tutorial, config, mesh):
     """The compiled train step, and the seconds that tracing and compiling took."""
-    spec = jax.sharding.PartitionSpec(tutorial.BATCH_AXES)
+    spec = jax.sharding.PartitionSpec(trainkit.devices.BATCH_AXES)
     windows = jax.ShapeDtypeStruct(
         (config.batch_size, config.block_size + 1),
         jnp.uint16,
@@ -95,7 +98,7 @@ def main() -> None:
     tutorial = load_notebook()
     changes = dict(change.split("=", 1) for change in arguments.changes)
     changes = {key: yaml.safe_load(value) for key, value in changes.items()}
-    config = tutorial.load_config(arguments.config, **changes)
+    config = trainkit.config.load_config(arguments.config, **changes)
     workers = config.num_workers * arguments.slices
     config = dataclasses.replace(config, num_workers=workers)
     generation = config.accelerator_type.removeprefix("TPU-").lower()
@@ -104,7 +107,7 @@ def main() -> None:
         topology_name=f"{generation}:{config.topology}",
         num_slices=arguments.slices,
     )
-    mesh = tutorial.make_mesh(config, topology.devices)
+    mesh = trainkit.devices.make_mesh(config, topology.devices)
     if arguments.original:
         compiling = compile_original(arguments.original, config, mesh)
     else:

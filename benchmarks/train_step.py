@@ -22,6 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import trainkit.config
+import trainkit.devices
+import trainkit.huggingface
+import trainkit.run_log
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "ci"))
 
@@ -63,9 +68,9 @@ STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 def make_config(tutorial, platform: str, changes: dict):
     """The platform's configuration with `changes`, cut to what one device does at once."""
     if platform == "cpu":
-        config = tutorial.TrainingConfig(**CPU)
+        config = trainkit.config.TrainingConfig(**CPU)
     else:
-        config = tutorial.load_config(ROOT / "configs" / CONFIGS[platform])
+        config = trainkit.config.load_config(ROOT / "configs" / CONFIGS[platform])
     devices = config.num_workers * config.devices_per_worker
     micro_batch = config.batch_size // devices // config.gradient_accumulation_steps
     one = {"num_workers": 1, "devices_per_worker": 1, "topology": None}
@@ -96,7 +101,7 @@ def our_step(tutorial, config, change: Callable | None = None) -> Callable:
 
     if change:
         change(tutorial)
-    mesh = tutorial.make_mesh(config, jax.devices()[:1])
+    mesh = trainkit.devices.make_mesh(config, jax.devices()[:1])
     jax.set_mesh(mesh)
     state = tutorial.initial_state(config, mesh)
     windows = jax.device_put(random_windows(config))
@@ -132,7 +137,7 @@ def pytorch_step(tutorial, config, compiled: bool) -> Callable:
     import torch
 
     device = "cuda" if config.platform == "gpu" else "cpu"
-    settings = tutorial.huggingface_config(config)
+    settings = trainkit.huggingface.their_config(config)
     model = tutorial.transformers.GPT2LMHeadModel(settings).to(device).train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -202,13 +207,13 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
         name, memory = device(platform, make_step is pytorch_step)
     except Exception as error:  # an absent package, or too little memory
         return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
-    peaks = tutorial.PEAK_FLOPS
+    peaks = trainkit.run_log.PEAK_FLOPS
     peak = next((peaks[k] for k in peaks if name.startswith(k)), measured)
     return {
         "tokens": config.batch_size * config.block_size,
         "seconds": np.diff(times),
         "memory": memory,
-        "peak_tokens_per_s": peak and peak / tutorial.flops_per_token(config),
+        "peak_tokens_per_s": peak and peak / trainkit.run_log.flops_per_token(config),
     }
 
 

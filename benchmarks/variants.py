@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import trainkit.config
+import trainkit.loss
+
 
 def without_donation(tutorial) -> None:
     """The old and the new state exist at once."""
@@ -16,7 +19,9 @@ def without_donation(tutorial) -> None:
 
 def vocabulary_not_padded(tutorial) -> None:
     """50,257 rows in the embedding table, a number that is no multiple of 128."""
-    tutorial.TrainingConfig.padded_vocab_size = property(lambda self: self.vocab_size)
+    trainkit.config.TrainingConfig.padded_vocab_size = property(
+        lambda self: self.vocab_size
+    )
 
 
 def separate_qkv(tutorial) -> None:
@@ -47,7 +52,7 @@ def loss_differentiated_by_jax(tutorial) -> None:
 
         def cross_entropy(chunk):
             features, targets = chunk
-            logits = tutorial.score_tokens(table, features, vocab_size)
+            logits = trainkit.loss.score_tokens(table, features, vocab_size)
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits.astype(jnp.float32), targets
             ).mean()

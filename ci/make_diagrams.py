@@ -12,6 +12,9 @@ import re
 import sys
 from pathlib import Path
 
+import trainkit.config
+import trainkit.devices
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,13 +82,13 @@ def draw_array(axes, name: str, shape: tuple, sharding) -> None:
 
 def draw_sharding(path: Path) -> None:
     tutorial = load_notebook()
-    config = tutorial.TrainingConfig(
+    config = trainkit.config.TrainingConfig(
         devices_per_worker=8, fsdp=2, tensor_parallel=2, batch_size=8
     )
-    mesh = tutorial.make_mesh(config)
+    mesh = trainkit.devices.make_mesh(config)
     params = nnx.to_flat_state(tutorial.abstract_state(config, mesh).params)
     params = {".".join(map(str, path)): value for path, value in params}
-    batch = NamedSharding(mesh, PartitionSpec(tutorial.BATCH_AXES))
+    batch = NamedSharding(mesh, PartitionSpec(trainkit.devices.BATCH_AXES))
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
     for name in ("wte.embedding", "h.0.mlp.c_fc.kernel", "h.0.mlp.c_proj.kernel"):
         leaf = jax.tree.leaves(params[name])[0]

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+import trainkit.config
+
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
 
@@ -41,7 +43,7 @@ def main() -> None:
         ) as browser,
     ):
         places = {"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"}
-        config = tutorial.load_config("configs/smoke.yaml", **places)
+        config = trainkit.config.load_config("configs/smoke.yaml", **places)
         tutorial.prepare_dataset(config)
         run = threading.Thread(target=tutorial.make_trainer(config).fit)
         run.start()

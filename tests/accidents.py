@@ -17,6 +17,11 @@ import ray
 import ray.train
 from conftest import read_arrays
 
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
+import trainkit.tokens
+
 
 def log_of(config) -> list[dict]:
     path = config.run_path / "metrics.jsonl"
@@ -44,7 +49,10 @@ def train_loop_of(tutorial):
 
     It raises an exception, wherever it is, when rank 0 finds a file `raise` there.
     """
-    train_loop, make_config = tutorial.train_loop_per_worker, tutorial.TrainingConfig
+    train_loop, make_config = (
+        tutorial.train_loop_per_worker,
+        trainkit.config.TrainingConfig,
+    )
 
     def raise_when_asked(thread: int, asked) -> None:
         while not asked.exists():
@@ -119,7 +127,7 @@ class Accidents(threading.Thread):
 
 def state_of(tutorial, config) -> list[np.ndarray]:
     """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = tutorial.saved_checkpoints(config)[0]
+    newest = trainkit.checkpoints.saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     return read_arrays(config.run_path / newest)
 
@@ -150,12 +158,27 @@ def at_step(step: int):
     return lambda config: last_step(config) >= step
 
 
+def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
+    """The global batches of a loop in this process, uint16 [B, T + 1] each."""
+    rows = trainkit.devices.local_rows(config, mesh)
+    if split == "val":
+        return iter(tutorial.validation_windows(config, mesh, rows))
+    batches = (
+        batch
+        for steps in trainkit.tokens.stretches(config, first_step)
+        for batch in tutorial.make_token_dataset(
+            config, split, steps, rows
+        ).iter_batches(batch_size=len(rows), prefetch_batches=2)
+    )
+    return trainkit.devices.global_batches(batches, config, mesh, first_step)
+
+
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run in this process, without Ray Train."""
     config = dataclasses.replace(config, num_workers=1)
-    mesh = tutorial.make_mesh(config)
+    mesh = trainkit.devices.make_mesh(config)
     state, losses = tutorial.initial_state(config, mesh), []
-    for windows in tutorial.global_batches(config, mesh, "train"):
+    for windows in batches_of(tutorial, config, mesh):
         state, metrics = tutorial.train_step(state, windows, config)
         losses.append(float(metrics["loss"]))
     return losses

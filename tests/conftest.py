@@ -25,6 +25,9 @@ import ray
 import ray.train
 from notebook_module import load_notebook
 
+import trainkit
+import trainkit.config
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -46,9 +49,13 @@ def read_arrays(path) -> list[np.ndarray]:
     return jax.tree.leaves(restored)
 
 
-def start_ray() -> None:
+RUNTIME_ENV = {"py_modules": [trainkit], "excludes": ["__pycache__"]}  # the notebook's
+
+
+def start_ray(address: str = "local", **options) -> None:
+    """Start Ray, or join a cluster, as the notebook does, if that hasn't been done."""
     if not ray.is_initialized():
-        ray.init("local", num_cpus=4, log_to_driver=False)
+        ray.init(address, runtime_env=RUNTIME_ENV, log_to_driver=False, **options)
 
 
 def stop_ray() -> None:
@@ -80,7 +87,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def cluster():
     """A real Ray cluster of one node, which stays until a test starts one of its own."""
-    start_ray()
+    start_ray(num_cpus=4)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +118,7 @@ def small_factory(tutorial):
             "data_dir": str(folder / "data"),
             "storage_path": str(folder / "runs"),
         }
-        return tutorial.TrainingConfig(**(values | changes))
+        return trainkit.config.TrainingConfig(**(values | changes))
 
     return make
 
@@ -132,7 +139,7 @@ def reference(tutorial, small_factory, write_bins, tmp_path_factory):
         max_failures=2,
     )
     write_bins(config)
-    start_ray()
+    start_ray(num_cpus=4)
     assert tutorial.make_trainer(config).fit().error is None
     return config
 

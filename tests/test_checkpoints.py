@@ -16,6 +16,10 @@ import ray.train
 from accidents import copy_run, log_of
 from conftest import read_arrays
 
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
+
 pytestmark = pytest.mark.slow
 
 
@@ -41,7 +45,7 @@ def copy_of(tutorial, finished):
 
 def test_latest_and_best_are_kept(tutorial, finished):
     config, result = finished
-    kept = {int(name[5:]) for name in tutorial.saved_checkpoints(config)}
+    kept = {int(name[5:]) for name in trainkit.checkpoints.saved(config)}
     lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
     losses = {
         x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
@@ -57,10 +61,10 @@ def test_a_checkpoint_is_whole(tutorial, finished):
     config, result = finished
     checkpointer = tutorial.ocp.PyTreeCheckpointer()
     metadata = checkpointer.metadata(result.checkpoint.path).custom_metadata
-    assert tutorial.TrainingConfig(**metadata) == config
+    assert trainkit.config.TrainingConfig(**metadata) == config
     state = tutorial.abstract_state(
         dataclasses.replace(config, num_workers=1),
-        tutorial.make_mesh(dataclasses.replace(config, num_workers=1)),
+        trainkit.devices.make_mesh(dataclasses.replace(config, num_workers=1)),
     )
     saved = read_arrays(result.checkpoint.path)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
@@ -83,14 +87,14 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     tutorial, finished, copy_of
 ):
     config = copy_of("damaged")
-    newest = tutorial.saved_checkpoints(config)[0]
+    newest = trainkit.checkpoints.saved(config)[0]
     damage_by_truncation(Path(config.run_path / newest))
     # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
     longer = dataclasses.replace(config, max_steps=100)
     assert tutorial.make_trainer(longer).fit().error is None
     assert newest in (config.run_path / f"{newest}.refused").read_text()
     assert [line["step"] for line in log_of(config)] == list(range(1, 101))
-    saved = tutorial.saved_checkpoints(config)
+    saved = trainkit.checkpoints.saved(config)
     assert saved[0] == "step_00000100" and len(saved) <= 3
     assert all(
         np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
@@ -106,17 +110,17 @@ def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
         tutorial.make_trainer(config).fit()
     note = config.run_path / "step_00000060.refused"
     assert "step_00000060" in note.read_text()
-    assert "step_00000060" not in tutorial.saved_checkpoints(config)
+    assert "step_00000060" not in trainkit.checkpoints.saved(config)
 
 
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
     """New threads do the work, at idle priority; the calling one keeps its own."""
     config = small(n_embd=512)
-    checkpointer = tutorial.create_checkpointer(config)
+    checkpointer = trainkit.checkpoints.create_orbax(config)
     state = tutorial.create_state(config)
     jax.block_until_ready(state)
     before = set(os.listdir("/proc/self/task"))
-    tutorial.save_in_background(checkpointer, str(tmp_path / "step"), state)
+    trainkit.checkpoints.save_in_background(checkpointer, str(tmp_path / "step"), state)
     policies = set()
     for thread in set(os.listdir("/proc/self/task")) - before:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -155,7 +159,7 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
         )
         with no_space:
             tutorial.make_trainer(config).fit()
-        saved = tutorial.saved_checkpoints(config)
+        saved = trainkit.checkpoints.saved(config)
         assert saved[-1] == "step_00000010"
         for name in saved:
             arrays = read_arrays(config.run_path / name)
@@ -181,7 +185,7 @@ def test_resuming_late_is_as_quick_as_resuming_early(
     def seconds(step):
         start = time.monotonic()
         batches = tutorial.global_batches(
-            config, tutorial.make_mesh(config), "train", step
+            config, trainkit.devices.make_mesh(config), "train", step
         )
         with contextlib.closing(batches):
             next(batches).block_until_ready()

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import trainkit.config
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPUTE = ROOT / "configs/compute"
 RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
@@ -53,7 +55,7 @@ def limits(group: dict) -> dict:
 
 
 def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for(tutorial):
-    config = tutorial.load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
+    config = trainkit.config.load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
     (group,) = groups_of("kuberay-tpu-v6e.yaml")
     selector = group["template"]["spec"]["nodeSelector"]
     assert selector["cloud.google.com/gke-tpu-topology"] == config.topology

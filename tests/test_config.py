@@ -12,13 +12,19 @@ import ray
 import yaml
 from notebook_module import code_cells
 
+import trainkit.config
+import trainkit.corpus
+import trainkit.tokens
+import trainkit.watch
+import trainkit.workers
+
 ROOT = Path(__file__).resolve().parent.parent
 # gpt2-finetune starts from weights on the hub; test_huggingface loads it with local ones.
 FILES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "finetune" not in p.name)
 
 
 def test_defaults_are_gpt2_small(tutorial):
-    config = tutorial.TrainingConfig()
+    config = trainkit.config.TrainingConfig()
     assert (config.n_layer, config.n_head, config.n_embd) == (12, 12, 768)
     assert (config.vocab_size, config.padded_vocab_size) == (50_257, 50_304)
     assert config.batch_size * config.block_size == 491_520  # nanoGPT's tokens a step
@@ -27,13 +33,13 @@ def test_defaults_are_gpt2_small(tutorial):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_loads(tutorial, path):
-    config = tutorial.load_config(path)
+    config = trainkit.config.load_config(path)
     assert (
         Path(config.storage_path).is_absolute() and Path(config.data_dir).is_absolute()
     )
     devices = config.num_workers * config.devices_per_worker
     assert math.prod(config.mesh_shape(config.num_workers)) == devices
-    scaling = tutorial.make_scaling_config(config)
+    scaling = trainkit.workers.scaling_config(config)
     assert scaling.use_gpu == (config.platform == "gpu")
     assert scaling.use_tpu == (config.platform == "tpu")
 
@@ -73,7 +79,7 @@ def test_file_loads(tutorial, path):
 )
 def test_mistakes_name_the_key(tutorial, changes, words):
     with pytest.raises(ValueError) as error:
-        tutorial.load_config(ROOT / "configs/smoke.yaml", **changes)
+        trainkit.config.load_config(ROOT / "configs/smoke.yaml", **changes)
     assert all(word in str(error.value) for word in ["smoke.yaml", *words])
 
 
@@ -81,12 +87,14 @@ def test_file_that_is_no_mapping(tutorial, tmp_path):
     path = tmp_path / "list.yaml"
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ValueError, match="list.yaml"):
-        tutorial.load_config(path)
+        trainkit.config.load_config(path)
 
 
 def test_run_name_follows_the_recipe(tutorial):
     def name(**changes):
-        return tutorial.load_config(ROOT / "configs/smoke.yaml", **changes).run_name
+        return trainkit.config.load_config(
+            ROOT / "configs/smoke.yaml", **changes
+        ).run_name
 
     assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
     assert name() != name(max_skipped_steps=2)  # the optimizer's state has another form
@@ -96,15 +104,19 @@ def test_relative_places_mean_the_same_to_workers(tutorial, tmp_path, monkeypatc
     """Ray changes the directory of each worker."""
     monkeypatch.chdir(tmp_path)
     places = {"data_dir": "data", "storage_path": "runs"}
-    config = tutorial.load_config(ROOT / "configs/smoke.yaml", **places)
+    config = trainkit.config.load_config(ROOT / "configs/smoke.yaml", **places)
     assert config.data_dir == str(tmp_path / "data")
     assert config.storage_path == str(tmp_path / "runs")
-    config = tutorial.load_config(ROOT / "configs/smoke.yaml", storage_path="~/runs")
+    config = trainkit.config.load_config(
+        ROOT / "configs/smoke.yaml", storage_path="~/runs"
+    )
     assert config.storage_path == str(Path.home() / "runs")
-    config = tutorial.load_config(ROOT / "configs/smoke.yaml", storage_path="s3://a/b")
+    config = trainkit.config.load_config(
+        ROOT / "configs/smoke.yaml", storage_path="s3://a/b"
+    )
     assert config.storage_path == "s3://a/b"
     with pytest.raises(ValueError, match="not a valid configuration"):
-        tutorial.load_config(ROOT / "configs/smoke.yaml", data_dir=3)
+        trainkit.config.load_config(ROOT / "configs/smoke.yaml", data_dir=3)
 
 
 def test_travels_to_a_worker(tutorial, cluster, small):
@@ -112,7 +124,7 @@ def test_travels_to_a_worker(tutorial, cluster, small):
 
     @ray.remote
     def echo(settings, config):
-        return tutorial.TrainingConfig(**settings) == config
+        return trainkit.config.TrainingConfig(**settings) == config
 
     config = small()
     assert ray.get(echo.remote(dataclasses.asdict(config), config))
@@ -121,19 +133,19 @@ def test_travels_to_a_worker(tutorial, cluster, small):
 def test_missing_resources_are_named(tutorial, cluster, small):
     config = small(num_workers=2, devices_per_worker=4, platform="gpu", batch_size=8)
     with pytest.raises(RuntimeError, match=r"'GPU': 8.*'GPU': 0"):
-        tutorial.check_resources(config)
-    tutorial.check_resources(dataclasses.replace(config, autoscaling=True))
-    tutorial.check_resources(small(num_workers=2))
+        trainkit.workers.check_resources(config)
+    trainkit.workers.check_resources(dataclasses.replace(config, autoscaling=True))
+    trainkit.workers.check_resources(small(num_workers=2))
     with pytest.raises(
         RuntimeError, match=r"a CPU for Ray Data .*'CPU': 4.5.*'CPU': 4"
     ):
-        tutorial.check_resources(small(num_workers=7, batch_size=14))
+        trainkit.workers.check_resources(small(num_workers=7, batch_size=14))
 
 
 def test_storage_that_cannot_be_written(tutorial, small, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="storage_path"):
-        tutorial.check_storage(small(storage_path=str(tmp_path / "file")))
+        trainkit.watch.check_storage(small(storage_path=str(tmp_path / "file")))
 
 
 def test_driver_stays_on_the_cpu(tutorial):
@@ -146,7 +158,7 @@ def test_configuration_is_data_and_not_a_program(tutorial, tmp_path):
     path, proof = tmp_path / "evil.yaml", tmp_path / "proof"
     path.write_text(f"run_name: !!python/object/apply:os.system ['touch {proof}']\n")
     with pytest.raises(yaml.constructor.ConstructorError):
-        tutorial.load_config(path)
+        trainkit.config.load_config(path)
     assert not proof.exists()
 
 
@@ -166,11 +178,13 @@ def test_errors_do_not_tell_secrets(tutorial, cluster, small, monkeypatch, tmp_p
     storage = str(tmp_path / "file")
     Path(storage).write_text("")
     attempts = [
-        lambda: tutorial.load_config(ROOT / "configs/smoke.yaml", wrong=1),
-        lambda: tutorial.load_documents(small(dataset="nobody/nothing")),
-        lambda: tutorial.check_storage(small(storage_path=storage)),
-        lambda: tutorial.check_resources(small(num_workers=4, cpus_per_worker=999.0)),
-        lambda: tutorial.open_tokens(small(), "train"),
+        lambda: trainkit.config.load_config(ROOT / "configs/smoke.yaml", wrong=1),
+        lambda: trainkit.corpus.load(small(dataset="nobody/nothing")),
+        lambda: trainkit.watch.check_storage(small(storage_path=storage)),
+        lambda: trainkit.workers.check_resources(
+            small(num_workers=4, cpus_per_worker=999.0)
+        ),
+        lambda: trainkit.tokens.open_tokens(small(), "train"),
     ]
     for attempt in attempts:
         with pytest.raises((ValueError, OSError, RuntimeError)) as error:

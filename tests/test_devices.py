@@ -11,7 +11,10 @@ import pytest
 import ray
 import ray.train
 from accidents import log_of, losses_of_one_process
-from conftest import stop_ray
+from conftest import start_ray, stop_ray
+
+import trainkit.config
+import trainkit.workers
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def gpu_node():
     """A node that says it has two GPUs."""
     stop_ray()
-    ray.init("local", num_cpus=4, num_gpus=2, log_to_driver=False)
+    start_ray(num_cpus=4, num_gpus=2)
     yield
     stop_ray()
 
@@ -50,7 +53,7 @@ def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bin
 @pytest.fixture
 def two_gpus(tutorial, gpu_node, monkeypatch):
     """GPUs that Ray believes in, and workers that compute on the CPU."""
-    monkeypatch.setitem(tutorial.PLATFORMS, "gpu", "cpu")
+    monkeypatch.setitem(trainkit.workers.PLATFORMS, "gpu", "cpu")
 
 
 def loop_after_rays_backend(tutorial, config):
@@ -105,7 +108,7 @@ if sys.argv[2] == "as the notebook does":
 import jax
 if sys.argv[2] == "as the notebook does":
     tutorial = load_notebook()
-    demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
+    demo = trainkit.config.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
     tutorial.create_state(demo)
 print(jax.devices())
 """

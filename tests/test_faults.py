@@ -29,6 +29,10 @@ from accidents import (
 )
 from flax import nnx
 
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.watch
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -115,12 +119,12 @@ def test_divergence_stops_the_run_and_keeps_the_checkpoint(
     copy_run(reference, config)
     tutorial.make_trainer(config).fit()
     with pytest.raises(FloatingPointError, match="Diverged at step 12[1-9]"):
-        tutorial.refuse_diverged(config)
+        trainkit.watch.refuse_diverged(config)
     with pytest.raises(FloatingPointError, match="Diverged at step 12[1-9]"):
         tutorial.make_trainer(config)  # a second start doesn't try again
     note = (config.run_path / "diverged.txt").read_text()
     assert re.search(r"Diverged at step 12[1-9]: .*(nan|inf).*step_00000120", note)
-    assert tutorial.saved_checkpoints(config)[0] == "step_00000120"
+    assert trainkit.checkpoints.saved(config)[0] == "step_00000120"
     assert last_step(config) <= 121
 
 
@@ -136,12 +140,12 @@ def test_bad_steps_are_skipped_up_to_a_bound(tutorial, small, capsys):
         assert (np.asarray(updates["kernel"]) == 0).all() == (grads is bad)
     metrics = {"loss": math.nan, "grad_norm": math.nan}
     config.run_path.mkdir(parents=True)
-    assert not tutorial.diverged(config, {6: {"loss": 1.0, "grad_norm": 1.0}})
-    assert not tutorial.diverged(config, {7: metrics | {"skipped_in_a_row": 2}})
+    assert not trainkit.watch.diverged(config, {6: {"loss": 1.0, "grad_norm": 1.0}})
+    assert not trainkit.watch.diverged(config, {7: metrics | {"skipped_in_a_row": 2}})
     assert "step 7: skipped" in capsys.readouterr().out
-    assert tutorial.diverged(config, {8: metrics | {"skipped_in_a_row": 3}})
+    assert trainkit.watch.diverged(config, {8: metrics | {"skipped_in_a_row": 3}})
     with pytest.raises(FloatingPointError, match="Diverged at step 8"):
-        tutorial.refuse_diverged(config)
+        trainkit.watch.refuse_diverged(config)
 
 
 DRIVER = """
@@ -158,7 +162,7 @@ def slow_batches(*arguments):
         yield batch
 
 tutorial.global_batches = slow_batches
-config = tutorial.TrainingConfig(**{settings!r})
+config = trainkit.config.TrainingConfig(**{settings!r})
 ray.init("local", num_cpus=4)
 result = tutorial.make_trainer(config).fit()
 assert result.error is None, result.error

@@ -16,6 +16,11 @@ from conftest import WITH_PYTORCH
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+import trainkit.config
+import trainkit.devices
+import trainkit.generate
+import trainkit.pretrained
+
 ROOT = Path(__file__).resolve().parent.parent
 ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
 SMALL = {
@@ -51,9 +56,9 @@ def peer(tutorial, tmp_path):
 
 
 def ours(tutorial, small, folder, **changes):
-    shape = tutorial.pretrained_shape(str(folder))
+    shape = trainkit.pretrained.shape(str(folder))
     config = small(**(shape | {"init_from": str(folder)} | changes))
-    params = tutorial.initial_state(config, tutorial.make_mesh(config)).params
+    params = tutorial.initial_state(config, trainkit.devices.make_mesh(config)).params
     return tutorial.assemble(config, params)
 
 
@@ -144,7 +149,9 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, peer):
     theirs, folder = peer(ODD | {"block_size": 96})
     model = ours(tutorial, small, folder)
     prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
-    found = tutorial.generate_tokens(model, prompts, max_new_tokens=64, temperature=0.0)
+    found = trainkit.generate.generate_tokens(
+        model, prompts, max_new_tokens=64, temperature=0.0
+    )
     for prompt, tokens in zip(prompts, found):
         expected = theirs.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
@@ -154,18 +161,18 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, peer):
 
 def test_sampling(tutorial, small, capsys):
     model = tutorial.create_model(small(block_size=32, vocab_size=50_257))
-    draw = tutorial.generate_tokens
-    tutorial.decode.clear_cache()
+    draw = trainkit.generate.generate_tokens
+    trainkit.generate.decode.clear_cache()
     first, second, other = (
         draw(model, [[1], [2, 3]], max_new_tokens=8, seed=s) for s in (0, 0, 1)
     )
     assert first == second != other
-    assert tutorial.decode._cache_size() == 1
+    assert trainkit.generate.decode._cache_size() == 1
     greedy = draw(model, [[1]], max_new_tokens=8, temperature=0.0)
     assert draw(model, [[1]], max_new_tokens=8, top_k=1) == greedy
     draw(model, [list(range(40))], max_new_tokens=8)
     assert "kept the last 24 of 40 tokens" in capsys.readouterr().out
-    text = tutorial.generate(model, ["Hello there"], max_new_tokens=4)[0]
+    text = trainkit.generate.generate(model, ["Hello there"], max_new_tokens=4)[0]
     assert text.startswith("Hello there") and len(text) > len("Hello there")
 
 
@@ -177,7 +184,8 @@ def test_stops_at_end_of_text(tutorial, small):
     model.ln_f.scale[...] = np.zeros(config.n_embd, np.float32)
     model.ln_f.bias[...] = model.wte.embedding[end] * 1e3
     assert (
-        tutorial.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8) == [[end]] * 2
+        trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
+        == [[end]] * 2
     )
 
 
@@ -192,7 +200,7 @@ def test_stops_at_end_of_text(tutorial, small):
 )
 def test_bad_prompts(tutorial, small, prompts, new, words):
     with pytest.raises(ValueError, match=words):
-        tutorial.generate_tokens(tutorial.create_model(small()), prompts, new)
+        trainkit.generate.generate_tokens(tutorial.create_model(small()), prompts, new)
 
 
 def test_bad_folders_name_the_tensor(tutorial, small, peer, tmp_path):
@@ -226,32 +234,32 @@ def test_other_kinds_of_gpt2_are_refused(tutorial, tmp_path, setting, value):
     transformers.GPT2Config(**{setting: value}).save_pretrained(tmp_path)
     named = "eos_token_id 50256" if setting == "vocab_size" else f"{setting} {value!r}"
     with pytest.raises(ValueError, match=f"init_from.*{named}, expected"):
-        tutorial.pretrained_shape(str(tmp_path))
+        trainkit.pretrained.shape(str(tmp_path))
 
 
 def test_other_kinds_of_model_are_refused(tutorial, tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="init_from.*model_type 'bert'"):
-        tutorial.pretrained_shape(str(tmp_path / "bert"))
+        trainkit.pretrained.shape(str(tmp_path / "bert"))
 
 
 def test_folder_that_is_not_there(tutorial):
     with pytest.raises(
         FileNotFoundError, match="init_from: .* /none/gpt2 on this node"
     ):
-        tutorial.pretrained_shape("/none/gpt2")
+        trainkit.pretrained.shape("/none/gpt2")
 
 
 def test_finetune_file_takes_its_shape_from_the_weights(tutorial, peer):
     _, folder = peer(ODD)
-    config = tutorial.load_config(
+    config = trainkit.config.load_config(
         ROOT / "configs/gpt2-finetune.yaml", init_from=os.path.relpath(folder)
     )
     shape = {key: getattr(config, key) for key in ODD}
     assert shape == ODD and config.dropout == 0.1
     assert config.init_from == str(folder)  # wherever the workers run
     with pytest.raises(ValueError, match="finetune.yaml: .*'block_size': 33"):
-        tutorial.load_config(
+        trainkit.config.load_config(
             ROOT / "configs/gpt2-finetune.yaml", init_from=str(folder), block_size=16
         )
 

@@ -6,6 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+import trainkit.devices
+import trainkit.tokens
+
 
 def read(dataset):
     rows = dataset.take_all()
@@ -22,7 +25,8 @@ def read_training(tutorial, config, first_step=0, rows=None):
 def test_shuffle_is_a_permutation(tutorial, size):
     index = np.arange(size)
     orders = [
-        tutorial.shuffle_index(index, size, np.full(size, key)) for key in range(3)
+        trainkit.tokens.shuffle_index(index, size, np.full(size, key))
+        for key in range(3)
     ]
     for order in orders:
         assert sorted(order) == list(range(size))
@@ -33,7 +37,7 @@ def test_shuffle_is_a_permutation(tutorial, size):
 def test_shuffle_looks_random(tutorial):
     """Neighbors end up far apart, and displacement has no bias, at OpenWebText's size."""
     size, key = 8_823_810, np.zeros(20_000, np.int64)
-    order = tutorial.shuffle_index(np.arange(20_000), size, key)
+    order = trainkit.tokens.shuffle_index(np.arange(20_000), size, key)
     assert len(set(order.tolist())) == len(order)
     assert abs(order.mean() / size - 0.5) < 0.01
     gaps = np.abs(np.diff(order)) / size
@@ -89,7 +93,7 @@ def test_a_long_run_reads_its_windows_in_parts(
 ):
     """Three datasets, one after the other, give what one gives; the next is ahead."""
     config = write_bins(small(max_steps=11))
-    mesh = tutorial.make_mesh(config)
+    mesh = trainkit.devices.make_mesh(config)
     whole = list(tutorial.global_batches(config, mesh, "train", 2))
     monkeypatch.setattr(tutorial, "WINDOWS_AT_ONCE", 4 * config.batch_size)
     made, make = [], tutorial.make_token_dataset
@@ -113,7 +117,9 @@ def test_the_next_batch_is_on_the_device_before_it_is_needed(
         "make_array_from_process_local_data",
         lambda *a: put.append(make(*a)) or put[-1],
     )
-    batches = tutorial.global_batches(config, tutorial.make_mesh(config), "train")
+    batches = tutorial.global_batches(
+        config, trainkit.devices.make_mesh(config), "train"
+    )
     for step, batch in zip(range(5), batches):
         assert batch is put[step] and len(put) == step + 2
 
@@ -126,7 +132,9 @@ def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monke
         return make(*args).filter(lambda row: row["sequence"] != 5)
 
     monkeypatch.setattr(tutorial, "make_token_dataset", without_one)
-    batches = tutorial.global_batches(config, tutorial.make_mesh(config), "train")
+    batches = tutorial.global_batches(
+        config, trainkit.devices.make_mesh(config), "train"
+    )
     with pytest.raises(RuntimeError, match="train data, step 1: expected the windows"):
         list(batches)
 
@@ -145,7 +153,7 @@ def test_unusable_files(tutorial, small, write_bins, contents, words):
     path = Path(config.data_dir) / "train.bin"
     path.unlink() if contents is None else path.write_bytes(contents)
     with pytest.raises((FileNotFoundError, ValueError), match=f"train.bin.*{words}"):
-        tutorial.check_tokens(config)
+        trainkit.tokens.check(config)
 
 
 def test_token_beyond_the_vocabulary(tutorial, small, write_bins):
@@ -154,25 +162,25 @@ def test_token_beyond_the_vocabulary(tutorial, small, write_bins):
     with pytest.raises(
         ValueError, match="val.bin holds token id 600.*vocab_size is 521"
     ):
-        tutorial.check_tokens(config)
+        trainkit.tokens.check(config)
 
 
 def test_own_files_need_not_be_read_to_be_checked(tutorial, small, write_bins):
     config = write_bins(small(vocab_size=50_257))
     np.full(400, 60_000, np.uint16).tofile(Path(config.data_dir) / "val.bin")
     with pytest.raises(ValueError, match="token id 60000"):
-        tutorial.check_tokens(config)
+        trainkit.tokens.check(config)
     (Path(config.data_dir) / "manifest.json").touch()
-    tutorial.check_tokens(config)
+    trainkit.tokens.check(config)
 
 
 def test_a_file_that_ends_too_soon(tutorial, small, write_bins):
     path = Path(write_bins(small()).data_dir) / "train.bin"
     with pytest.raises(OSError, match="train.bin ended.* at token 1990"):
-        tutorial.read_tokens(path, np.array([0, 1_990]), 17)
+        trainkit.tokens.read(path, np.array([0, 1_990]), 17)
 
 
 def test_too_few_validation_windows(tutorial, small, write_bins):
     config = write_bins(small(eval_steps=99))
     with pytest.raises(ValueError, match="25 windows.*396. Set one of these lower"):
-        tutorial.check_tokens(config)
+        trainkit.tokens.check(config)

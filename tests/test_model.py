@@ -12,6 +12,11 @@ import pytest
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
+import trainkit.checks
+import trainkit.config
+import trainkit.devices
+import trainkit.layers
+
 
 def random_tokens(config, shape, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape)
@@ -28,11 +33,13 @@ def test_parameter_counts_of_the_published_models(
     tutorial, layers, heads, width, parameters
 ):
     shape = {"n_layer": layers, "n_head": heads, "n_embd": width}
-    assert tutorial.count_parameters(tutorial.ModelConfig(**shape)) == parameters
+    assert tutorial.count_parameters(trainkit.config.ModelConfig(**shape)) == parameters
 
 
 def test_initialization(tutorial):
-    config = tutorial.ModelConfig(n_layer=8, n_embd=192, n_head=3, block_size=256)
+    config = trainkit.config.ModelConfig(
+        n_layer=8, n_embd=192, n_head=3, block_size=256
+    )
     params = nnx.state(tutorial.create_model(config), nnx.Param)
     residual = 0.02 / math.sqrt(2 * config.n_layer)
     for path, param in nnx.to_flat_state(params):
@@ -120,19 +127,22 @@ def test_dropout_is_on_only_with_a_stream(tutorial, small):
 
 def test_splash_attention_equals_the_plain_one(tutorial):
     """The TPU kernel, interpreted: the same results and gradients, over several blocks."""
-    shape = (1, 2 * tutorial.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
+    shape = (1, 2 * trainkit.checks.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
     q, k, v, weight = jax.random.normal(jax.random.key(0), (4, *shape))
 
     def run(kind):
         def total(q, k, v):
-            y = tutorial.attend(kind, q, k, v)
+            y = trainkit.layers.attend(kind, q, k, v)
             return (y * weight).sum(), y
 
         gradient = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
         (_, y), gradients = jax.jit(gradient)(q, k, v)
         return y, *gradients
 
-    config = tutorial.TrainingConfig(platform="cpu")
-    with jax.set_mesh(tutorial.make_mesh(config)), pltpu.force_tpu_interpret_mode():
+    config = trainkit.config.TrainingConfig(platform="cpu")
+    with (
+        jax.set_mesh(trainkit.devices.make_mesh(config)),
+        pltpu.force_tpu_interpret_mode(),
+    ):
         for plain, fast in zip(run("xla"), run("splash")):
             np.testing.assert_allclose(fast, plain, atol=1e-4)

@@ -24,6 +24,8 @@ from accidents import (
 from conftest import start_ray, stop_ray
 from ray.cluster_utils import Cluster
 
+import trainkit.workers
+
 pytestmark = pytest.mark.slow
 
 
@@ -32,7 +34,7 @@ def two_nodes():
     """A cluster of two nodes, with room for one worker and its data tasks on each."""
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    ray.init(cluster.address, log_to_driver=False)  # on the head, which stays
+    start_ray(cluster.address)  # on the head, which stays
     cluster.add_node(num_cpus=3)
     cluster.wait_for_nodes()
     yield cluster
@@ -74,7 +76,7 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
 
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    ray.init(cluster.address, log_to_driver=False)
+    start_ray(cluster.address)
     cluster.add_node(num_cpus=2, num_gpus=4)
     cluster.add_node(num_cpus=2, labels={"role": "data"})
     cluster.wait_for_nodes()
@@ -130,7 +132,7 @@ def test_elastic_run_shrinks_and_grows(
         )
     )
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")  # a node is gone
-    make = tutorial.make_scaling_config
+    make = trainkit.workers.scaling_config
 
     def impatient(config):
         return dataclasses.replace(make(config), elastic_resize_monitor_interval_s=2.0)
@@ -173,7 +175,7 @@ def test_storage_that_workers_do_not_share(
 
     monkeypatch.chdir(folders[0])
     stop_ray()  # so that workers start in the first folder, as this process does
-    start_ray()
+    start_ray(num_cpus=4)
     with pytest.raises(ray.train.TrainingFailedError) as error:
         tutorial.make_trainer(config, loop).fit()
     assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))

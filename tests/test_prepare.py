@@ -14,6 +14,9 @@ import pytest
 import tiktoken
 from accidents import wait_for
 
+import trainkit.config
+import trainkit.tokens
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -48,7 +51,7 @@ def test_builtin_text_byte_for_byte(tutorial, cluster, small):
     manifest = tutorial.prepare_dataset(config)
     assert written(config) == reference_bins(list(topics.values()), 0.1)
     assert manifest["tokens"]["train"] * 2 == len(written(config)["train"])
-    tutorial.check_tokens(config)
+    trainkit.tokens.check(config)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
@@ -139,7 +142,7 @@ from notebook_module import load_notebook
 import ray
 ray.init("local", num_cpus=2, log_to_driver=False)
 tutorial = load_notebook()
-config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
+config = trainkit.config.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
                                  data_dir={config.data_dir!r})
 tutorial.prepare_dataset(config)
 """

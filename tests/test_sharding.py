@@ -33,11 +33,11 @@ SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,
 windows = np.random.default_rng(0).integers(0, 1000, (10, 16, 33), np.uint16)
 
 def prepare(devices, shape, n_layer=1):
-    config = tutorial.TrainingConfig(**SHAPE, n_layer=n_layer, fsdp=shape[1],
+    config = trainkit.config.TrainingConfig(**SHAPE, n_layer=n_layer, fsdp=shape[1],
                                      tensor_parallel=shape[2],
                                      devices_per_worker=len(devices))
     assert config.mesh_shape(1) == shape
-    mesh = tutorial.make_mesh(config, devices)
+    mesh = trainkit.devices.make_mesh(config, devices)
     return config, mesh, compile_step(tutorial, config, mesh)[0]
 
 def run(devices, shape):
@@ -51,7 +51,7 @@ def run(devices, shape):
     mu, nu = get(state.opt_state, "mu"), get(state.opt_state, "nu")
     moments = [p.sharding == m.sharding == n.sharding for p, m, n
                in zip(*map(jax.tree.leaves, (state.params, mu, nu)))]
-    sharding = NamedSharding(mesh, PartitionSpec(tutorial.BATCH_AXES))
+    sharding = NamedSharding(mesh, PartitionSpec(trainkit.devices.BATCH_AXES))
     for batch in windows:
         state, metrics = step(state, jax.device_put(batch, sharding))
         losses.append(float(metrics["loss"]))

@@ -24,6 +24,11 @@ from accidents import (
 )
 from conftest import start_ray, stop_ray
 
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
+import trainkit.watch
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.slow
@@ -52,7 +57,7 @@ def bucket():
         wait_for(lambda: answers(port), what="the S3 server")
         boto3.client("s3").create_bucket(Bucket="models")
         stop_ray()  # a new cluster, whose processes have these variables
-        start_ray()
+        start_ray(num_cpus=4)
         yield "s3://models/runs"
         stop_ray()
         server.terminate()
@@ -73,15 +78,15 @@ from notebook_module import load_notebook
 rank = int(sys.argv[1])
 jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
 tutorial = load_notebook()
-config = tutorial.TrainingConfig(**{settings!r})
-state = tutorial.initial_state(config, tutorial.make_mesh(config))
+config = trainkit.config.TrainingConfig(**{settings!r})
+state = tutorial.initial_state(config, trainkit.devices.make_mesh(config))
 if rank == 1:  # what a worker that was killed left there; it takes a while to delete
     left = Path({folder!r}, "1", "saved.orbax-checkpoint-tmp")
     left.mkdir(parents=True)
     for number in range(20_000):
         (left / str(number)).touch()
-checkpointer = tutorial.create_checkpointer(config)
-tutorial.save_in_background(checkpointer, Path({folder!r}, str(rank), "saved"), state)
+checkpointer = trainkit.checkpoints.create_orbax(config)
+trainkit.checkpoints.save_in_background(checkpointer, Path({folder!r}, str(rank), "saved"), state)
 checkpointer.wait_until_finished()
 """
 
@@ -122,7 +127,7 @@ def kill_while_writing(rank: int):
 
 def test_save_kill_resume_prune(tutorial, reference, bucket):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
-    tutorial.check_storage(config)
+    trainkit.watch.check_storage(config)
     accident = Accidents(config, (at_step(16), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
@@ -131,8 +136,8 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
 
     # Pruned to the two best and the latest, here as there; and nothing left on the disk:
     # what the killed worker was writing has been written again.
-    saved = tutorial.saved_checkpoints(config)
-    assert saved == tutorial.saved_checkpoints(reference) and len(saved) <= 3
+    saved = trainkit.checkpoints.saved(config)
+    assert saved == trainkit.checkpoints.saved(reference) and len(saved) <= 3
     staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
     assert list(staging) == []
 
@@ -152,4 +157,4 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
 
 def test_bucket_that_does_not_exist(tutorial, bucket, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
-        tutorial.check_storage(small(storage_path="s3://nowhere/runs"))
+        trainkit.watch.check_storage(small(storage_path="s3://nowhere/runs"))

@@ -64,9 +64,9 @@ tutorial = load_notebook()
 for slices, fsdp, tensor in json.loads(sys.argv[1]):
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v6e:4x4", num_slices=slices)
-    config = tutorial.load_config("configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices,
+    config = trainkit.config.load_config("configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices,
         fsdp=fsdp, tensor_parallel=tensor)
-    mesh = tutorial.make_mesh(config, topology.devices)
+    mesh = trainkit.devices.make_mesh(config, topology.devices)
     assert mesh.devices.shape == (16 * slices // fsdp // tensor, fsdp, tensor)
     slice_of = lambda device: getattr(device, "slice_index", 0)
     for group in mesh.devices.reshape(-1, fsdp * tensor):

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import ray
 from accidents import (
     at_step,
     in_the_background,
@@ -18,8 +17,11 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import stop_ray
+from conftest import start_ray, stop_ray
 from ray.cluster_utils import Cluster
+
+import trainkit.config
+import trainkit.workers
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +52,7 @@ def add_host(cluster, slice_name: str, host: int, hosts: int, topology: str):
 @pytest.fixture
 def tpu_cluster(tutorial, monkeypatch):
     """A cluster that has a head only; TPU workers compute on the CPU."""
-    environment = tutorial.worker_environment
+    environment = trainkit.workers.environment
 
     def simulated(config):
         count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
@@ -59,7 +61,7 @@ def tpu_cluster(tutorial, monkeypatch):
     monkeypatch.setattr(tutorial, "worker_environment", simulated)
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    ray.init(cluster.address, log_to_driver=False)
+    start_ray(cluster.address)
     yield cluster
     stop_ray()
     cluster.shutdown()
@@ -84,7 +86,7 @@ def small_model(tutorial, folder: Path, **changes):
         "data_dir": str(folder / "data"),
         "storage_path": str(folder / "runs"),
     }
-    return tutorial.load_config(CONFIG, **(values | changes))
+    return trainkit.config.load_config(CONFIG, **(values | changes))
 
 
 @pytest.mark.extra
@@ -95,7 +97,7 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     tpu_cluster.wait_for_nodes()
     config = small_model(tutorial, tmp_path, max_steps=6)
     write_bins(config, val_tokens=1_001)
-    tutorial.check_resources(config)
+    trainkit.workers.check_resources(config)
     assert tutorial.make_trainer(config).fit().error is None
     longer = dataclasses.replace(config, max_steps=9)
     result = tutorial.make_trainer(longer).fit()
@@ -171,10 +173,10 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
 )
 def test_slices_that_do_not_exist_are_refused_at_once(tutorial, changes, words):
     with pytest.raises(ValueError) as error:
-        tutorial.load_config(CONFIG, **changes)
+        trainkit.config.load_config(CONFIG, **changes)
     assert all(word in str(error.value) for word in words)
 
 
 def test_several_slices_are_a_multiple(tutorial):
-    config = tutorial.load_config(CONFIG, num_workers=[4, 8])
+    config = trainkit.config.load_config(CONFIG, num_workers=[4, 8])
     assert config.workers_per_slice == 4

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 from accidents import log_of, losses_of_one_process
 
+import trainkit.corpus
+import trainkit.devices
+import trainkit.workers
+
 pytestmark = pytest.mark.slow
 
 
@@ -41,7 +45,9 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     assert result.checkpoint.path == str(config.run_path / "step_00000020")
     model = tutorial.load_model(result.checkpoint)
     assert model.config == config
-    windows = list(tutorial.global_batches(one, tutorial.make_mesh(one), "val"))[0]
+    windows = list(
+        tutorial.global_batches(one, trainkit.devices.make_mesh(one), "val")
+    )[0]
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
 
     # Started again, a finished run has nothing to do.
@@ -61,7 +67,7 @@ def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
 
     def cache(**changes):
-        environment = tutorial.worker_environment(small(**changes))
+        environment = trainkit.workers.environment(small(**changes))
         return environment["JAX_COMPILATION_CACHE_DIR"]
 
     assert cache(storage_path="/shared/runs") == "/shared/runs/jax-cache"
@@ -80,7 +86,7 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
         num_workers=2,
         warmup_steps=2,
     )
-    texts = tutorial.load_documents(config)["text"][:12]
+    texts = trainkit.corpus.load(config)["text"][:12]
     tokenizer = tutorial.tiktoken.get_encoding("gpt2")
     tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
     documents = tutorial.datasets.Dataset.from_dict({"text": texts})

@@ -17,6 +17,12 @@ import torch
 from flax import nnx
 from tensorboardX.proto import event_pb2
 
+import trainkit.config
+import trainkit.huggingface
+import trainkit.layers
+import trainkit.run_log
+import trainkit.weights
+
 
 def windows_for(config, steps, seed=1):
     rng = np.random.default_rng(seed)
@@ -84,10 +90,9 @@ def torch_model(tutorial, config, params):
     """A transformers.GPT2LMHeadModel with the same weights."""
     import transformers
 
-    model = transformers.GPT2LMHeadModel(tutorial.huggingface_config(config))
+    model = transformers.GPT2LMHeadModel(trainkit.huggingface.their_config(config))
     tensors = {
-        k: torch.tensor(v)
-        for k, v in tutorial.huggingface_tensors(config, params).items()
+        k: torch.tensor(v) for k, v in trainkit.weights.tensors(config, params).items()
     }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected  # tied to wte
@@ -172,12 +177,12 @@ def test_memorizes_one_batch(tutorial, small):
 
 def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
     """On a device whose peak is known, by nanoGPT's formula."""
-    gpt2 = tutorial.TrainingConfig()
-    assert tutorial.flops_per_token(gpt2) == pytest.approx(855.2e6, rel=1e-3)
-    monkeypatch.setitem(tutorial.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    gpt2 = trainkit.config.TrainingConfig()
+    assert trainkit.run_log.flops_per_token(gpt2) == pytest.approx(855.2e6, rel=1e-3)
+    monkeypatch.setitem(trainkit.run_log.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
     config = small()
     config.run_path.mkdir(parents=True)
-    log = tutorial.RunLog(config, 0)
+    log = trainkit.run_log.RunLog(config, 0)
     for step in (1, 2):
         log.add(step, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
     log.write()
@@ -185,7 +190,7 @@ def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
         json.loads, (config.run_path / "metrics.jsonl").read_text().splitlines()
     )
     assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 4 * 16, 3.0)
-    flops = line["tokens_per_s"] * tutorial.flops_per_token(config)
+    flops = line["tokens_per_s"] * trainkit.run_log.flops_per_token(config)
     assert line["mfu"] == pytest.approx(flops / 1e12, rel=0.01)
 
 
@@ -196,7 +201,7 @@ def test_log_forgets_what_comes_after_the_checkpoint(tutorial, small):
     path.write_text(
         "".join(f'{{"step": {n}}}\n' for n in range(1, 6)) + '{"step": 6, "lo'
     )
-    tutorial.RunLog(config, 3)
+    trainkit.run_log.RunLog(config, 3)
     assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in range(1, 4))
 
 
@@ -213,7 +218,7 @@ def events_of(folder) -> list:
 def test_log_is_there_for_tensorboard_too(tutorial, small):
     config = small()
     config.run_path.mkdir(parents=True)
-    log = tutorial.RunLog(config, 0)
+    log = trainkit.run_log.RunLog(config, 0)
     log.add(1, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
     log.write()
     time.sleep(3)  # a thread writes the events
@@ -233,8 +238,8 @@ def test_profile_of_chosen_steps(tutorial, small):
     state = tutorial.create_state(config)
     for step, windows in enumerate(windows_for(config, 5), 1):
         state, _ = tutorial.train_step(state, windows, config)
-        tutorial.profile(config, step, state)
-    tutorial.profile(config, 4, state)  # as in a run that restarted at step 3
+        trainkit.run_log.profile(config, step, state)
+    trainkit.run_log.profile(config, 4, state)  # as in a run that restarted at step 3
     (trace,) = Path(config.run_path).rglob("perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     calls = [e for e in events if e.get("name") == "PjitFunction(train_step)"]
@@ -308,7 +313,7 @@ def test_scanned_layers_drop_out_as_the_key_says(tutorial, small):
     model = tutorial.create_model(config)
     x = jax.random.normal(jax.random.key(0), (1, config.block_size, config.n_embd))
     keys = nnx.Rngs(dropout=0), nnx.Rngs(dropout=0), nnx.Rngs(dropout=1)
-    first, again, other = (tutorial.scan_blocks(model.h, x, key) for key in keys)
+    first, again, other = (trainkit.layers.scan_blocks(model.h, x, key) for key in keys)
     np.testing.assert_array_equal(first, again)
     assert not np.allclose(first, other)
 
