@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what is needed and build the notebook's page, as Ray's documentation would, in
+# Install what is needed and build the pages, as Ray's documentation would, in
 # build/docs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,4 +7,4 @@ source ci/environment.sh
 
 bash ci/docs/install.sh
 bash ci/docs/build.sh build/docs
-echo "The page is build/docs/README.html"
+echo "The first page is build/docs/README.html"

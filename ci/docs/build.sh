@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the documentation page into a folder; any warning fails.
+# Build the documentation pages into a folder; any warning fails.
 set -euo pipefail
 output="$(realpath -m "${1:?the folder to build into is missing}")"
 cd "$(dirname "$0")/../.."

@@ -1,16 +1,31 @@
-"""Sphinx settings that make README.ipynb a page as Ray's documentation would show it.
+"""Sphinx settings that show the repository's pages as Ray's documentation would.
 
 The theme, the extensions that touch a notebook, and MyST's options are those of Ray's
-own doc/source/conf.py; `bash ci/docs.sh` builds the page.
+own doc/source/conf.py; `bash ci/docs.sh` builds the pages.
 """
+
+import json
+
+from docutils import nodes
+from sphinx.parsers import Parser
 
 project = "GPT-2 with Ray Train and JAX"
 html_title = project
 language = "en"
 
-# The source folder is the repository: images/ lies beside the notebook.
+# The source folder is the repository, so links and images are those that GitHub follows.
 root_doc = "README"
-include_patterns = ["README.ipynb"]
+PAGES = {  # in the header's order, under these names
+    "README": "Tutorial",
+    "docs/guide": "Guide",
+    "benchmarks/README": "Benchmarks",
+    "CONTRIBUTING": "Contribute",
+}
+include_patterns = [
+    "README.ipynb",
+    *(f"{page}.md" for page in PAGES if page != root_doc),
+]
+include_patterns += ["trainkit/*.py", "configs/**.yaml"]  # what these pages link to
 exclude_patterns = [".*", "build", "data", "storage"]  # folders not worth a walk
 
 extensions = ["myst_nb", "sphinx_copybutton"]
@@ -30,7 +45,7 @@ myst_enable_extensions = [
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {
     "navbar_end": ["theme-switcher"],
-    "disable_search": True,  # there is a single page
+    "disable_search": True,  # there are few pages
     "navbar_persistent": [],
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
@@ -41,3 +56,46 @@ html_static_path = ["static"]
 html_css_files = ["page.css"]
 html_copy_source = False
 html_use_index = False
+
+
+class SourceParser(Parser):
+    """Makes a page of a file of code, so that a link to the file shows it."""
+
+    supported = ("source",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        env = document.settings.env
+        env.metadata[env.docname]["orphan"] = True  # in no table of contents
+        path = env.doc2path(env.docname, base=False)
+        code = nodes.literal_block(inputstring, inputstring)
+        code["language"] = {".py": "python", ".yaml": "yaml"}[path.suffix]
+        title = nodes.title("", "", nodes.literal("", str(path)))
+        document += nodes.section("", title, code, ids=["file"], names=["file"])
+
+
+def add_contents(app, docname: str, source: list[str]) -> None:
+    """Add the header's links to the notebook; on GitHub, a directive would be noise."""
+    if docname != root_doc:
+        return
+    notebook = json.loads(source[0])
+    entries = [
+        f"{title} <{'self' if page == root_doc else page}>"
+        for page, title in PAGES.items()
+        if page in app.env.found_docs
+    ]
+    toctree = "\n".join(["```{toctree}", ":hidden:", "", *entries, "```"])
+    cell = {
+        "cell_type": "markdown",
+        "id": "contents",
+        "metadata": {},
+        "source": toctree,
+    }
+    notebook["cells"].append(cell)
+    source[0] = json.dumps(notebook)
+
+
+def setup(app) -> None:
+    app.add_source_suffix(".py", "source")
+    app.add_source_suffix(".yaml", "source")
+    app.add_source_parser(SourceParser)
+    app.connect("source-read", add_contents)
