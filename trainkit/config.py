@@ -144,13 +144,13 @@ class TrainingConfig(RecipeConfig, MachineConfig):
         return self
 
 
-def storage_root() -> Path:
+def storage_root() -> epath.Path:
     """Where runs and data are kept, unless a configuration says otherwise.
 
     Anyscale mounts /mnt/cluster_storage on every node.
     """
-    shared = Path("/mnt/cluster_storage")
-    return shared / "gpt2" if shared.is_dir() else Path("storage").resolve()
+    shared = epath.Path("/mnt/cluster_storage")
+    return shared / "gpt2" if shared.is_dir() else epath.Path("storage").resolve()
 
 
 def load_config(path: str | Path, **changes) -> TrainingConfig:
