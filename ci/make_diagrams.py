@@ -12,20 +12,19 @@ import re
 import sys
 from pathlib import Path
 
-import trainkit.config
-import trainkit.devices
-
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path.insert(0, str(ROOT))
 
 import jax
 import matplotlib.pyplot as plt
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from notebook_module import load_notebook
+
+import trainkit.config
+import trainkit.devices
 
 STAGES = [  # what there is, and what makes the next thing of it
     ("documents", "text, on the hub or in files", "Ray Data tasks, tiktoken"),
@@ -88,7 +87,7 @@ def draw_sharding(path: Path) -> None:
     mesh = trainkit.devices.make_mesh(config)
     params = nnx.to_flat_state(tutorial.abstract_state(config, mesh).params)
     params = {".".join(map(str, path)): value for path, value in params}
-    batch = NamedSharding(mesh, PartitionSpec(trainkit.devices.BATCH_AXES))
+    batch = trainkit.devices.batch_sharding(mesh)
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
     for name in ("wte.embedding", "h.0.mlp.c_fc.kernel", "h.0.mlp.c_proj.kernel"):
         leaf = jax.tree.leaves(params[name])[0]

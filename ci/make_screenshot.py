@@ -4,19 +4,19 @@
     python ci/make_screenshot.py
 
 Launches the notebook's own run, opens the dashboard in headless Chromium, and writes
-images/dashboard.png. Put the date of the run under it in the notebook's text.
+images/dashboard.png. Put the date of the run under it in docs/guide.md.
 """
 
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-import trainkit.config
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
 
 import ray
@@ -26,13 +26,20 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+import trainkit
+import trainkit.config
+
 TOKEN = Path.home() / ".ray" / "auth_token"  # which the dashboard asks for
 
 
 def main() -> None:
     os.chdir(ROOT)
     tutorial = load_notebook()
-    address = ray.init("local", num_cpus=2, log_to_driver=False).dashboard_url
+    runtime_env = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+    context = ray.init(
+        "local", runtime_env=runtime_env, num_cpus=2, log_to_driver=False
+    )
+    address = context.dashboard_url
     options = webdriver.ChromeOptions()
     for argument in ("headless", "no-sandbox", "disable-quic", "window-size=1900,640"):
         options.add_argument(f"--{argument}")

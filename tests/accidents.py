@@ -49,10 +49,7 @@ def train_loop_of(tutorial):
 
     It raises an exception, wherever it is, when rank 0 finds a file `raise` there.
     """
-    train_loop, make_config = (
-        tutorial.train_loop_per_worker,
-        trainkit.config.TrainingConfig,
-    )
+    train_loop = tutorial.train_loop_per_worker
 
     def raise_when_asked(thread: int, asked) -> None:
         while not asked.exists():
@@ -62,7 +59,7 @@ def train_loop_of(tutorial):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
     def loop(settings: dict) -> None:
-        config = make_config(**settings)
+        config = trainkit.config.TrainingConfig(**settings)
         rank = ray.train.get_context().get_world_rank()
         (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
         if rank == 0 and not config.remote:
@@ -125,7 +122,7 @@ class Accidents(threading.Thread):
         return seconds
 
 
-def state_of(tutorial, config) -> list[np.ndarray]:
+def state_of(config) -> list[np.ndarray]:
     """Every array of the last checkpoint: parameters, optimizer state, and step."""
     newest = trainkit.checkpoints.saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
@@ -141,9 +138,9 @@ def copy_run(config, copy):
     return copy
 
 
-def assert_equal_runs(tutorial, config, reference) -> None:
+def assert_equal_runs(config, reference) -> None:
     """Bit for bit: parameters, optimizer state, every logged loss, each step once."""
-    for a, b in zip(state_of(tutorial, config), state_of(tutorial, reference)):
+    for a, b in zip(state_of(config), state_of(reference)):
         np.testing.assert_array_equal(a, b)
     logs = log_of(config), log_of(reference)
     for name in ("step", "loss", "grad_norm", "val_loss"):
@@ -159,11 +156,11 @@ def at_step(step: int):
 
 
 def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
-    """The global batches of a loop in this process, uint16 [B, T + 1] each."""
+    """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
     rows = trainkit.devices.local_rows(config, mesh)
     if split == "val":
         return iter(tutorial.validation_windows(config, mesh, rows))
-    batches = (
+    batches = (  # as in train_loop_per_worker
         batch
         for steps in trainkit.tokens.stretches(config, first_step)
         for batch in tutorial.make_token_dataset(

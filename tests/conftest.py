@@ -26,7 +26,7 @@ import ray.train
 from notebook_module import load_notebook
 
 import trainkit
-import trainkit.config
+from trainkit.config import TrainingConfig
 
 
 def pytest_addoption(parser):
@@ -49,13 +49,12 @@ def read_arrays(path) -> list[np.ndarray]:
     return jax.tree.leaves(restored)
 
 
-RUNTIME_ENV = {"py_modules": [trainkit], "excludes": ["__pycache__"]}  # the notebook's
-
-
 def start_ray(address: str = "local", **options) -> None:
     """Start Ray, or join a cluster, as the notebook does, if that hasn't been done."""
     if not ray.is_initialized():
-        ray.init(address, runtime_env=RUNTIME_ENV, log_to_driver=False, **options)
+        # Made anew each time: Ray replaces the package by its place in this cluster.
+        environment = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+        ray.init(address, runtime_env=environment, log_to_driver=False, **options)
 
 
 def stop_ray() -> None:
@@ -91,7 +90,7 @@ def cluster():
 
 
 @pytest.fixture(scope="session")
-def small_factory(tutorial):
+def small_factory():
     """A function that makes small configurations with their storage in a folder."""
 
     def make(folder: Path, **changes):
@@ -118,7 +117,7 @@ def small_factory(tutorial):
             "data_dir": str(folder / "data"),
             "storage_path": str(folder / "runs"),
         }
-        return trainkit.config.TrainingConfig(**(values | changes))
+        return TrainingConfig(**(values | changes))
 
     return make
 

@@ -1,7 +1,8 @@
-"""Checkpoints: whole, pruned, refused when damaged, and safe when the disk is full."""
+"""Checkpoints: whole, pruned, readable for years, refused when damaged or half written."""
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -10,17 +11,20 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
-from accidents import copy_run, log_of
+from accidents import batches_of, copy_run, log_of
 from conftest import read_arrays
+from flax import nnx
 
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
 
 pytestmark = pytest.mark.slow
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def finished(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
 
 
 @pytest.fixture
-def copy_of(tutorial, finished):
+def copy_of(finished):
     """A function that copies the finished run under another name."""
 
     def copy(name: str, **changes):
@@ -43,7 +47,7 @@ def copy_of(tutorial, finished):
     return copy
 
 
-def test_latest_and_best_are_kept(tutorial, finished):
+def test_latest_and_best_are_kept(finished):
     config, result = finished
     kept = {int(name[5:]) for name in trainkit.checkpoints.saved(config)}
     lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
@@ -59,13 +63,11 @@ def test_latest_and_best_are_kept(tutorial, finished):
 def test_a_checkpoint_is_whole(tutorial, finished):
     """Parameters, both moments of AdamW, the step; and as metadata the configuration."""
     config, result = finished
-    checkpointer = tutorial.ocp.PyTreeCheckpointer()
+    checkpointer = ocp.PyTreeCheckpointer()
     metadata = checkpointer.metadata(result.checkpoint.path).custom_metadata
     assert trainkit.config.TrainingConfig(**metadata) == config
-    state = tutorial.abstract_state(
-        dataclasses.replace(config, num_workers=1),
-        trainkit.devices.make_mesh(dataclasses.replace(config, num_workers=1)),
-    )
+    alone = dataclasses.replace(config, num_workers=1)
+    state = tutorial.abstract_state(alone, trainkit.devices.make_mesh(alone))
     saved = read_arrays(result.checkpoint.path)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
     assert sorted(leaf.shape for leaf in saved) == shapes
@@ -73,6 +75,35 @@ def test_a_checkpoint_is_whole(tutorial, finished):
     size = sum(leaf.nbytes for leaf in saved)
     files = [f for f in Path(result.checkpoint.path).rglob("*") if f.is_file()]
     assert size * 0.5 < sum(f.stat().st_size for f in files) < size * 1.3
+
+
+def hashes(tree) -> dict[str, str]:
+    """What `data/old_checkpoint/arrays.json` holds of each array."""
+
+    def digest(array):
+        array = np.asarray(array)
+        text = f"{array.dtype} {array.shape}".encode()
+        return hashlib.sha256(text + array.tobytes()).hexdigest()[:16]
+
+    return {k: digest(v) for k, v in ocp.tree.to_flat_dict(tree, sep=".").items()}
+
+
+def test_an_old_checkpoint_is_still_read(tutorial):
+    """One from before trainkit: the model alone, and the whole state, bit for bit."""
+    expected = json.loads((DATA / "old_checkpoint/arrays.json").read_text())
+    checkpoint = ray.train.Checkpoint(DATA / "old_checkpoint/step_00000003")
+    model = tutorial.load_model(checkpoint)
+    params = hashes({"params": nnx.state(model, nnx.Param)})
+    assert params == {k: v for k, v in expected.items() if k.startswith("params.")}
+
+    config = dataclasses.replace(
+        model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
+    )
+    assert trainkit.checkpoints.saved(config) == ["step_00000003"]
+    target = tutorial.abstract_state(config, trainkit.devices.make_mesh(config))
+    orbax = trainkit.checkpoints.create_orbax(config)
+    state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
+    assert hashes(state) == expected and int(state.step) == 3
 
 
 def damage_by_truncation(path: Path) -> None:
@@ -116,16 +147,16 @@ def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
     """New threads do the work, at idle priority; the calling one keeps its own."""
     config = small(n_embd=512)
-    checkpointer = trainkit.checkpoints.create_orbax(config)
+    orbax = trainkit.checkpoints.create_orbax(config)
     state = tutorial.create_state(config)
     jax.block_until_ready(state)
     before = set(os.listdir("/proc/self/task"))
-    trainkit.checkpoints.save_in_background(checkpointer, str(tmp_path / "step"), state)
+    trainkit.checkpoints.save_in_background(orbax, str(tmp_path / "step"), state)
     policies = set()
     for thread in set(os.listdir("/proc/self/task")) - before:
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             policies.add(os.sched_getscheduler(int(thread)))
-    checkpointer.wait_until_finished()
+    orbax.wait_until_finished()
     assert os.SCHED_IDLE in policies  # others may have started threads meanwhile
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert len(read_arrays(tmp_path / "step")) == len(jax.tree.leaves(state))
@@ -184,9 +215,8 @@ def test_resuming_late_is_as_quick_as_resuming_early(
 
     def seconds(step):
         start = time.monotonic()
-        batches = tutorial.global_batches(
-            config, trainkit.devices.make_mesh(config), "train", step
-        )
+        mesh = trainkit.devices.make_mesh(config)
+        batches = batches_of(tutorial, config, mesh, first_step=step)
         with contextlib.closing(batches):
             next(batches).block_until_ready()
             return time.monotonic() - start

@@ -54,7 +54,7 @@ def limits(group: dict) -> dict:
     return group["template"]["spec"]["containers"][0]["resources"]["limits"]
 
 
-def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for(tutorial):
+def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for():
     config = trainkit.config.load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
     (group,) = groups_of("kuberay-tpu-v6e.yaml")
     selector = group["template"]["spec"]["nodeSelector"]

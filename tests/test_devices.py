@@ -1,6 +1,6 @@
-"""Which devices a worker gets: GPUs that Ray assigned, simulated here, and several each."""
+"""One mesh for everything, on eight simulated devices of one process."""
 
-import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -8,125 +8,167 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
-import ray.train
-from accidents import log_of, losses_of_one_process
-from conftest import start_ray, stop_ray
 
-import trainkit.config
-import trainkit.workers
+import trainkit.devices
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 
 
+MESHES = {  # data, fsdp, tensor
+    "data": (8, 1, 1),
+    "fsdp": (1, 8, 1),
+    "tensor": (1, 1, 8),
+    "data and fsdp": (2, 4, 1),
+    "all three": (2, 2, 2),
+}
+
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
+import jax, numpy as np, trainkit.config, trainkit.devices
+from jax.sharding import NamedSharding, PartitionSpec
+from notebook_module import load_notebook
+from tpu_compile import collectives_of, compile_step
+
+tutorial = load_notebook()
+SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,
+             compute_dtype="float32", batch_size=16, warmup_steps=3, decay_steps=20,
+             learning_rate=1e-3)
+windows = np.random.default_rng(0).integers(0, 1000, (10, 16, 33), np.uint16)
+
+def prepare(devices, shape, n_layer=1):
+    config = trainkit.config.TrainingConfig(
+        **SHAPE, n_layer=n_layer, fsdp=shape[1], tensor_parallel=shape[2],
+        devices_per_worker=len(devices))
+    assert config.mesh_shape(1) == shape
+    mesh = trainkit.devices.make_mesh(config, devices)
+    return config, mesh, compile_step(tutorial, config, mesh)[0]
+
+def run(devices, shape):
+    config, mesh, step = prepare(devices, shape)
+    state, losses = tutorial.initial_state(config, mesh), []
+    shapes = {
+        ".".join(map(str, path)): (p.shape, p[...].addressable_shards[0].data.shape)
+        for path, p in tutorial.nnx.to_flat_state(state.params)
+    }
+    get = tutorial.optax.tree_utils.tree_get
+    mu, nu = get(state.opt_state, "mu"), get(state.opt_state, "nu")
+    moments = [p.sharding == m.sharding == n.sharding for p, m, n
+               in zip(*map(jax.tree.leaves, (state.params, mu, nu)))]
+    sharding = NamedSharding(mesh, PartitionSpec(trainkit.devices.BATCH_AXES))
+    for batch in windows:
+        state, metrics = step(state, jax.device_put(batch, sharding))
+        losses.append(float(metrics["loss"]))
+    return dict(losses=losses, shapes=shapes, moments=all(moments),
+                collectives=collectives_of(step.as_text()))
+
+meshes = json.loads(sys.argv[1])
+report = {name: run(jax.devices(), tuple(shape)) for name, shape in meshes.items()}
+report["one device"] = run(jax.devices()[:1], (1, 1, 1))
+two = prepare(jax.devices(), (1, 1, 8), n_layer=2)[2]
+report["tensor, two layers"] = collectives_of(two.as_text())
+print(json.dumps(report))
+"""
+
+
 @pytest.fixture(scope="module")
-def gpu_node():
-    """A node that says it has two GPUs."""
-    stop_ray()
-    start_ray(num_cpus=4, num_gpus=2)
-    yield
-    stop_ray()
-
-
-@pytest.mark.extra
-def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bins):
-    """Data, FSDP, and tensor parallelism at once; then on another mesh."""
-    config = write_bins(
-        small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
+def report():
+    """Losses, shardings, and collectives on each mesh, from a process with 8 devices."""
+    flags = "--xla_force_host_platform_device_count=8"
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
-    result = tutorial.make_trainer(config).fit()
-    assert result.error is None and result.metrics["step"] == 10
-    alone = dataclasses.replace(config, devices_per_worker=1)
-    losses = losses_of_one_process(tutorial, dataclasses.replace(alone, max_steps=15))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_are_those_of_one_device(report, mesh):
     np.testing.assert_allclose(
-        [x["loss"] for x in log_of(config)], losses[:10], atol=1e-4
+        report[mesh]["losses"], report["one device"]["losses"], atol=1e-5, rtol=0
     )
 
-    # Written by 8 devices in parallel on the data, restored by 4 that divide the model.
-    other = dataclasses.replace(config, num_workers=1, fsdp=4, max_steps=15)
-    assert other.mesh_shape(1) == (1, 4, 1)
-    assert tutorial.make_trainer(other).fit().error is None
-    np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_are_divided_as_the_table_says(tutorial, report, mesh):
+    sizes = dict(zip(("data", "fsdp", "tensor"), MESHES[mesh]))
+    rules = dict(tutorial.SHARDING_RULES)
+    assert report[mesh]["moments"], "the optimizer's moments are divided otherwise"
+    for name, (shape, shard) in report[mesh]["shapes"].items():
+        axes = logical_axes(name)
+        expected = [n // sizes.get(rules.get(a), 1) for n, a in zip(shape, axes)]
+        assert shard == expected, name
 
 
-@pytest.fixture
-def two_gpus(tutorial, gpu_node, monkeypatch):
-    """GPUs that Ray believes in, and workers that compute on the CPU."""
-    monkeypatch.setitem(trainkit.workers.PLATFORMS, "gpu", "cpu")
+def logical_axes(name: str) -> tuple:
+    """What the axes of a parameter mean, written down apart from the model."""
+    module, leaf = name.split(".")[-2:]
+    if module in ("ln_1", "ln_2", "ln_f"):
+        return (None,)
+    axes = {
+        "wte": ("vocab", "embed"),
+        "wpe": (None, "embed"),
+        "c_attn": ("embed", None, "heads"),
+        "c_fc": ("embed", "mlp"),
+        "c_proj": ("mlp" if ".mlp." in name else "heads", "embed"),
+    }[module]
+    return axes[1:] if leaf == "bias" else axes
 
 
-def loop_after_rays_backend(tutorial, config):
-    """The notebook's loop after what Ray's backend does to each worker with one GPU."""
-    train_loop = tutorial.train_loop_per_worker
-
-    def loop(settings):
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        train_loop(settings)
-        rank = ray.train.get_context().get_world_rank()
-        seen = os.environ["CUDA_VISIBLE_DEVICES"]
-        (config.run_path / f"gpus-{rank}").write_text(seen)
-
-    return loop
-
-
-def test_two_workers_of_a_node_take_two_gpus(tutorial, two_gpus, small, write_bins):
-    config = write_bins(small(num_workers=2, platform="gpu", max_steps=3))
-    tutorial.make_trainer(config, loop_after_rays_backend(tutorial, config)).fit()
-    seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
-    assert seen == {"0", "1"}
+@pytest.mark.slow
+def test_collectives_are_the_expected_ones(report):
+    counts = {mesh: report[mesh]["collectives"] for mesh in MESHES}
+    print(counts)
+    assert report["one device"]["collectives"] == {}
+    # Data parallelism only sums gradients and the loss.
+    assert set(counts["data"]) == {"all-reduce"}
+    # FSDP gathers parameters, and sums gradients.
+    assert counts["fsdp"]["all-gather"] > 0
+    # A tensor-parallel layer sums activations twice forward and twice backward
+    # (Megatron-LM, Shoeybi et al. 2019, section 3), and gathers no parameter.
+    assert set(counts["tensor"]) == {"all-reduce"}
+    two_layers = report["tensor, two layers"]
+    assert set(two_layers) == {"all-reduce"}
+    assert two_layers["all-reduce"] - counts["tensor"]["all-reduce"] == 4
 
 
-def test_two_workers_on_one_gpu_are_refused(
-    tutorial, two_gpus, small, write_bins, monkeypatch
-):
-    config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
-    monkeypatch.setattr(tutorial, "own_gpus", lambda: None)
-    loop = loop_after_rays_backend(tutorial, config)
-    with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
-        tutorial.make_trainer(config, loop).fit()
-    assert not log_of(config)
+def batches_for(config, numbers):
+    """One worker's rows, whose windows have these numbers."""
+    for sequence in np.reshape(numbers, (-1, config.batch_size)):
+        tokens = np.repeat(sequence[:, None], config.block_size + 1, axis=1)
+        yield {"sequence": sequence, "tokens": tokens.astype(np.uint16)}
 
 
-PLUGIN = """
-import pathlib
-from jax._src import xla_bridge
-
-def claim():
-    pathlib.Path("claimed").touch()
-    raise RuntimeError("this accelerator is only played")
-
-def initialize():
-    xla_bridge.register_backend_factory("played", claim, priority=500)
-"""
-DRIVER = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from notebook_module import code_cells, load_notebook
-if sys.argv[2] == "as the notebook does":
-    exec(code_cells()[0].source)
-import jax
-if sys.argv[2] == "as the notebook does":
-    tutorial = load_notebook()
-    demo = trainkit.config.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
-    tutorial.create_state(demo)
-print(jax.devices())
-"""
+def test_batches_begin_at_the_step_of_the_checkpoint(small):
+    config, numbers = small(), range(8, 20)
+    mesh = trainkit.devices.make_mesh(config)
+    batches = batches_for(config, numbers)
+    found = list(trainkit.devices.global_batches(batches, config, mesh, first_step=2))
+    assert [batch.shape for batch in found] == [(4, 17)] * 3
+    assert np.concatenate(found)[:, 0].tolist() == list(numbers)
+    assert found[0].sharding == trainkit.devices.batch_sharding(mesh)
 
 
-@pytest.mark.parametrize("claimed", [False, True])
-def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
-    """On a machine with a JAX plugin for an accelerator, which notes who claims it."""
-    plugin = tmp_path / "jax_plugins/played"
-    plugin.mkdir(parents=True)
-    (plugin / "__init__.py").write_text(PLUGIN)
-    how = "plain JAX" if claimed else "as the notebook does"
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, ROOT / "ci", how],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(tmp_path)},
-        check=True,
-        timeout=120,
-    )
-    assert (tmp_path / "claimed").exists() == claimed
+@pytest.mark.parametrize(
+    "numbers, step",
+    [
+        ([0, 1, 2, 3, 4, 6, 7, 8], 1),  # 5 is missing
+        ([0, 1, 2, 3, 3, 4, 5, 6], 1),  # 3 comes twice
+        ([0, 2, 1, 3, 4, 5, 6, 7], 0),
+        ([4, 5, 6, 7, 8, 9, 10, 11], 0),
+    ],
+)
+def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, step):
+    config = small()
+    batches = batches_for(config, numbers)
+    mesh = trainkit.devices.make_mesh(config)
+    with pytest.raises(RuntimeError, match=f"step {step}: expected the windows"):
+        list(trainkit.devices.global_batches(batches, config, mesh))

@@ -69,7 +69,7 @@ def test_one_accident_after_the_other(tutorial, cluster, reference):
     result = tutorial.make_trainer(config, loop).fit()  # called again, it goes on
     accidents.join()
     assert result.error is None and result.metrics["step"] == config.max_steps
-    assert_equal_runs(tutorial, config, reference)
+    assert_equal_runs(config, reference)
     stopped = accidents.seconds.pop(4) - config.stall_timeout_s
     assert max(accidents.seconds) < 150  # measured: 23 to 31 s; machines are noisy
     assert 0 <= stopped < 150
@@ -87,16 +87,16 @@ def test_runs_killed_at_random(tutorial, cluster, reference, request):
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
         assert result.error is None and max(accident.seconds) < 150
-        assert_equal_runs(tutorial, config, reference)
+        assert_equal_runs(config, reference)
 
 
-def test_hang_names_the_step(tutorial, small, tmp_path):
+def test_hang_names_the_step():
     """The watchdog's message, from a process of its own."""
     script = f"""
 import sys, time
-sys.path.insert(0, {str(ROOT / "ci")!r})
-from notebook_module import load_notebook
-dog = load_notebook().Watchdog(1.0)
+sys.path.insert(0, {str(ROOT)!r})
+from trainkit.watch import Watchdog
+dog = Watchdog(1.0)
 for step in range(5):
     dog.beat(step)
     time.sleep(0.4)
@@ -150,20 +150,21 @@ def test_bad_steps_are_skipped_up_to_a_bound(tutorial, small, capsys):
 
 DRIVER = """
 import sys, time
-sys.path.insert(0, {ci!r})
-from notebook_module import load_notebook
+sys.path[:0] = {root!r}, {root!r} + "/ci"
 import ray
+import trainkit
+from notebook_module import load_notebook
+from trainkit.config import TrainingConfig
 tutorial = load_notebook()
-batches = tutorial.global_batches
+train_step = tutorial.train_step
 
-def slow_batches(*arguments):
-    for batch in batches(*arguments):
-        time.sleep(0.1)
-        yield batch
+def slow_train_step(*arguments):
+    time.sleep(0.1)
+    return train_step(*arguments)
 
-tutorial.global_batches = slow_batches
-config = trainkit.config.TrainingConfig(**{settings!r})
-ray.init("local", num_cpus=4)
+tutorial.train_step = slow_train_step
+config = TrainingConfig(**{settings!r})
+ray.init("local", num_cpus=4, runtime_env={{"py_modules": [trainkit]}})
 result = tutorial.make_trainer(config).fit()
 assert result.error is None, result.error
 """
@@ -173,7 +174,7 @@ def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
     """Then the same program is run again: it goes on by itself and says from where."""
     config = dataclasses.replace(reference, run_name="driver")
     settings = dataclasses.asdict(config)
-    script = DRIVER.format(ci=str(ROOT / "ci"), settings=settings)
+    script = DRIVER.format(root=str(ROOT), settings=settings)
     command = [sys.executable, "-c", script]
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     snapshot = config.run_path / "checkpoint_manager_snapshot.json"
@@ -188,4 +189,4 @@ def test_sigkill_of_the_driver(tutorial, reference, tmp_path):
     said = second.stdout + second.stderr
     (step,) = {int(n) for n in re.findall(r"Going on from \S+step_(\d+)", said)}
     assert 15 <= step < config.max_steps
-    assert_equal_runs(tutorial, config, reference)
+    assert_equal_runs(config, reference)

@@ -1,6 +1,7 @@
-"""The same numbers as Hugging Face; weights in and out; text out."""
+"""The same numbers as Hugging Face; weights in and out."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -14,52 +15,20 @@ import torch
 import transformers
 from conftest import WITH_PYTORCH
 from flax import nnx
+from peers import ODD, SMALL, make_peer, ours
 from safetensors.numpy import load_file, save_file
 
 import trainkit.config
-import trainkit.devices
-import trainkit.generate
+import trainkit.huggingface
 import trainkit.pretrained
 
 ROOT = Path(__file__).resolve().parent.parent
-ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
-SMALL = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "block_size": 1024,
-    "vocab_size": 50_257,
-}
 
 
 @pytest.fixture
-def peer(tutorial, tmp_path):
+def peer(tmp_path):
     """A function that makes a random Hugging Face GPT-2 and its folder."""
-
-    def make(shape, folder="theirs"):
-        torch.manual_seed(0)
-        config = transformers.GPT2Config(
-            n_positions=shape["block_size"],
-            eos_token_id=shape["vocab_size"] - 1,
-            bos_token_id=shape["vocab_size"] - 1,
-            **{k: v for k, v in shape.items() if k != "block_size"},
-        )
-        model = transformers.GPT2LMHeadModel(config).eval()
-        with torch.no_grad():  # biases and norms start as constants: tell them apart
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.02 * torch.randn_like(parameter))
-        model.save_pretrained(tmp_path / folder)
-        return model, tmp_path / folder
-
-    return make
-
-
-def ours(tutorial, small, folder, **changes):
-    shape = trainkit.pretrained.shape(str(folder))
-    config = small(**(shape | {"init_from": str(folder)} | changes))
-    params = tutorial.initial_state(config, trainkit.devices.make_mesh(config)).params
-    return tutorial.assemble(config, params)
+    return lambda shape: (make_peer(shape, tmp_path / "theirs"), tmp_path / "theirs")
 
 
 def save(model, path) -> ray.train.Checkpoint:
@@ -90,7 +59,8 @@ def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
     _, folder = peer(ODD)
     model = ours(tutorial, small, folder)
     checkpoint = save(model, tmp_path / "checkpoint")
-    exported = tutorial.export_to_huggingface(checkpoint, tmp_path / "exported")
+    model = tutorial.load_model(checkpoint)
+    exported = trainkit.huggingface.export(model, tmp_path / "exported")
     before = load_file(folder / "model.safetensors")
     after = load_file(exported / "model.safetensors")
     assert before.keys() == after.keys()
@@ -104,8 +74,8 @@ def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
 
 def test_export_works_without_our_code(tutorial, small, tmp_path):
     config = small(vocab_size=50_257, block_size=64)
-    checkpoint = save(tutorial.create_model(config), tmp_path / "checkpoint")
-    folder = tutorial.export_to_huggingface(checkpoint, tmp_path / "exported")
+    model = tutorial.create_model(config)
+    folder = trainkit.huggingface.export(model, tmp_path / "exported")
     script = f"""
 import os
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -136,71 +106,13 @@ assert out[0]["generated_text"].startswith("Once upon"), out
 
 def test_export_into_a_folder_with_another_model(tutorial, small, tmp_path):
     config = small(vocab_size=50_257)
-    checkpoint = save(tutorial.create_model(config), tmp_path / "checkpoint")
-    folder = tutorial.export_to_huggingface(checkpoint, tmp_path / "exported")
+    model = tutorial.create_model(config)
+    folder = trainkit.huggingface.export(model, tmp_path / "exported")
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(FileExistsError, match="another folder"):
-        tutorial.export_to_huggingface(checkpoint, folder)
+        trainkit.huggingface.export(model, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert sorted(p.name for p in tmp_path.glob("exported*")) == ["exported"]
-
-
-def test_greedy_text_equals_hugging_faces(tutorial, small, peer):
-    theirs, folder = peer(ODD | {"block_size": 96})
-    model = ours(tutorial, small, folder)
-    prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
-    found = trainkit.generate.generate_tokens(
-        model, prompts, max_new_tokens=64, temperature=0.0
-    )
-    for prompt, tokens in zip(prompts, found):
-        expected = theirs.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
-        )[0, len(prompt) :]
-        assert tokens == expected.tolist()
-
-
-def test_sampling(tutorial, small, capsys):
-    model = tutorial.create_model(small(block_size=32, vocab_size=50_257))
-    draw = trainkit.generate.generate_tokens
-    trainkit.generate.decode.clear_cache()
-    first, second, other = (
-        draw(model, [[1], [2, 3]], max_new_tokens=8, seed=s) for s in (0, 0, 1)
-    )
-    assert first == second != other
-    assert trainkit.generate.decode._cache_size() == 1
-    greedy = draw(model, [[1]], max_new_tokens=8, temperature=0.0)
-    assert draw(model, [[1]], max_new_tokens=8, top_k=1) == greedy
-    draw(model, [list(range(40))], max_new_tokens=8)
-    assert "kept the last 24 of 40 tokens" in capsys.readouterr().out
-    text = trainkit.generate.generate(model, ["Hello there"], max_new_tokens=4)[0]
-    assert text.startswith("Hello there") and len(text) > len("Hello there")
-
-
-def test_stops_at_end_of_text(tutorial, small):
-    """A model whose only good next token is the end."""
-    config = small()
-    model = tutorial.create_model(config)
-    end = config.vocab_size - 1
-    model.ln_f.scale[...] = np.zeros(config.n_embd, np.float32)
-    model.ln_f.bias[...] = model.wte.embedding[end] * 1e3
-    assert (
-        trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
-        == [[end]] * 2
-    )
-
-
-@pytest.mark.parametrize(
-    "prompts, new, words",
-    [
-        ([[1, 521]], 4, "prompt 0.*0 to 520.*521"),
-        ([[1], [-1]], 4, "prompt 1.*-1"),
-        ([[]], 4, "found none"),
-        ([[1]], 16, "max_new_tokens.*15"),
-    ],
-)
-def test_bad_prompts(tutorial, small, prompts, new, words):
-    with pytest.raises(ValueError, match=words):
-        trainkit.generate.generate_tokens(tutorial.create_model(small()), prompts, new)
 
 
 def test_bad_folders_name_the_tensor(tutorial, small, peer, tmp_path):
@@ -230,27 +142,43 @@ def test_bad_folders_name_the_tensor(tutorial, small, peer, tmp_path):
         ("vocab_size", 50_258),  # so that the last token isn't the end of a text
     ],
 )
-def test_other_kinds_of_gpt2_are_refused(tutorial, tmp_path, setting, value):
+def test_other_kinds_of_gpt2_are_refused(tmp_path, setting, value):
     transformers.GPT2Config(**{setting: value}).save_pretrained(tmp_path)
     named = "eos_token_id 50256" if setting == "vocab_size" else f"{setting} {value!r}"
     with pytest.raises(ValueError, match=f"init_from.*{named}, expected"):
         trainkit.pretrained.shape(str(tmp_path))
 
 
-def test_other_kinds_of_model_are_refused(tutorial, tmp_path):
+def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
+    """The hub's own gpt2 has none of the keys that later models brought."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "n_positions": 8, "vocab_size": 9}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes))
+    shape = trainkit.pretrained.shape(str(tmp_path))
+    assert shape == {"block_size": 8} | {k: sizes[k] for k in shape.keys() & sizes}
+    path.write_text(json.dumps(sizes | {"eos_token_id": 3}))
+    with pytest.raises(ValueError, match="eos_token_id 3, expected 8"):
+        trainkit.pretrained.shape(str(tmp_path))
+    del sizes["n_embd"]
+    path.write_text(json.dumps(sizes))
+    with pytest.raises(ValueError, match="init_from: .*config.json has no n_embd"):
+        trainkit.pretrained.shape(str(tmp_path))
+
+
+def test_other_kinds_of_model_are_refused(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="init_from.*model_type 'bert'"):
         trainkit.pretrained.shape(str(tmp_path / "bert"))
 
 
-def test_folder_that_is_not_there(tutorial):
+def test_folder_that_is_not_there():
     with pytest.raises(
         FileNotFoundError, match="init_from: .* /none/gpt2 on this node"
     ):
         trainkit.pretrained.shape("/none/gpt2")
 
 
-def test_finetune_file_takes_its_shape_from_the_weights(tutorial, peer):
+def test_finetune_file_takes_its_shape_from_the_weights(peer):
     _, folder = peer(ODD)
     config = trainkit.config.load_config(
         ROOT / "configs/gpt2-finetune.yaml", init_from=os.path.relpath(folder)

@@ -1,4 +1,4 @@
-"""The notebook as a script, run as a Ray job, with the commands that the page gives."""
+"""The notebook as a script, run as a Ray job, with the commands that the guide gives."""
 
 import os
 import re
@@ -28,7 +28,8 @@ def dashboard():
 @pytest.mark.extra
 def test_notebook_runs_as_a_job(dashboard, tmp_path):
     folder, storage = tmp_path / "tutorial", tmp_path / "storage"
-    shutil.copytree(ROOT / "configs", folder / "configs")
+    for name in ("configs", "trainkit"):
+        shutil.copytree(ROOT / name, folder / name)
     for name in (".gitignore", "README.ipynb"):  # Ray leaves out what the first names
         shutil.copy(ROOT / name, folder)
     settings = yaml.safe_load((ROOT / "configs/smoke.yaml").read_text()) | {
@@ -41,9 +42,9 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     (folder / "configs/books.yaml").write_text(yaml.safe_dump(settings))
 
     deadline = time.monotonic() + 60
-    page = (ROOT / "README.md").read_text()
+    guide = (ROOT / "docs/guide.md").read_text()
     (commands,) = re.findall(
-        r"```bash\n(jupyter nbconvert --to python.*?)```", page, re.S
+        r"```bash\n(jupyter nbconvert --to python.*?)```", guide, re.S
     )
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
     while True:
@@ -61,4 +62,6 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
     assert "step 6 | " in result.stdout and "perplexity" in result.stdout
     assert (storage / "runs/job/step_00000006").is_dir()
-    assert len(list(storage.glob("runs/*/metrics.jsonl"))) == 1  # without the drill
+    # The line through the points, on the way; and no aside, neither drill nor stream.
+    assert re.search(r"^\[(3\.|2\.99)\S* +(1\.|0\.99)\S* *\]$", result.stdout, re.M)
+    assert {path.parent.name for path in storage.glob("runs/*/step_*")} == {"job"}

@@ -3,23 +3,15 @@
 import dataclasses
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas import tpu as pltpu
+from samples import random_tokens
 
-import trainkit.checks
 import trainkit.config
-import trainkit.devices
-import trainkit.layers
-
-
-def random_tokens(config, shape, seed=0):
-    return np.random.default_rng(seed).integers(0, config.vocab_size, shape)
 
 
 @pytest.mark.parametrize(
@@ -78,44 +70,6 @@ def test_a_later_token_never_changes_an_earlier_logit(tutorial, small):
         assert (now[0, place] != logits[0, place]).any()
 
 
-def test_targets_are_inputs_shifted_by_one(tutorial, small):
-    """The loss of a model that always predicts its input plus one."""
-    config = small()
-
-    def next_token(tokens, rngs=None):
-        return jax.nn.one_hot((tokens + 1) % config.vocab_size, config.vocab_size)
-
-    wte = SimpleNamespace(embedding=100 * jnp.eye(config.vocab_size))
-    oracle = SimpleNamespace(features=next_token, wte=wte, config=config)
-    counting = (np.arange(17)[None] % config.vocab_size).astype(np.uint16)
-    assert float(tutorial.loss_fn(oracle, counting)) < 1e-3
-    assert float(tutorial.loss_fn(oracle, counting[:, ::-1])) > 50
-
-
-def test_first_loss_is_a_guess(tutorial, small):
-    config = small()
-    windows = random_tokens(config, (8, 17)).astype(np.uint16)
-    loss = tutorial.loss_fn(tutorial.create_model(config), windows)
-    assert loss.dtype == jnp.float32
-    assert float(loss) == pytest.approx(math.log(config.vocab_size), abs=0.1)
-
-
-def test_bfloat16_loss_is_summed_in_float32(tutorial, small):
-    """Changes far below bfloat16's resolution, 2^-6 near 6.26, still show."""
-    config = small(compute_dtype="bfloat16")
-    model = tutorial.create_model(config)
-    losses = {
-        float(tutorial.loss_fn(model, random_tokens(config, (4, 17), seed)))
-        for seed in range(16)
-    }
-    assert len(losses) == 16
-    assert any(loss != float(jnp.bfloat16(loss)) for loss in losses)
-    exact = tutorial.create_model(dataclasses.replace(config, compute_dtype="float32"))
-    windows = random_tokens(config, (4, 17))
-    difference = tutorial.loss_fn(model, windows) - tutorial.loss_fn(exact, windows)
-    assert abs(float(difference)) < 0.02
-
-
 def test_dropout_is_on_only_with_a_stream(tutorial, small):
     config = small(dropout=0.5)
     model, tokens = tutorial.create_model(config), random_tokens(config, (1, 16))
@@ -125,24 +79,18 @@ def test_dropout_is_on_only_with_a_stream(tutorial, small):
     assert (drop(rngs=streams[0]) != drop(rngs=streams[1])).any()
 
 
-def test_splash_attention_equals_the_plain_one(tutorial):
-    """The TPU kernel, interpreted: the same results and gradients, over several blocks."""
-    shape = (1, 2 * trainkit.checks.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
-    q, k, v, weight = jax.random.normal(jax.random.key(0), (4, *shape))
+def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
+    """Its gradient is a sum over 4,000 places, which bfloat16 couldn't hold."""
+    config = small(loss_chunks=2)
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, config.vocab_size, (500, 17)).astype(np.int32)
+    windows[:, 1::2] = 7  # half of all inputs
 
-    def run(kind):
-        def total(q, k, v):
-            y = trainkit.layers.attend(kind, q, k, v)
-            return (y * weight).sum(), y
+    def gradient(compute_dtype):
+        half = dataclasses.replace(config, compute_dtype=compute_dtype)
+        model = tutorial.create_model(half, seed=3)
+        gradients = nnx.grad(tutorial.loss_fn)(model, windows)
+        return np.asarray(gradients["wte"]["embedding"][...])[7]
 
-        gradient = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
-        (_, y), gradients = jax.jit(gradient)(q, k, v)
-        return y, *gradients
-
-    config = trainkit.config.TrainingConfig(platform="cpu")
-    with (
-        jax.set_mesh(trainkit.devices.make_mesh(config)),
-        pltpu.force_tpu_interpret_mode(),
-    ):
-        for plain, fast in zip(run("xla"), run("splash")):
-            np.testing.assert_allclose(fast, plain, atol=1e-4)
+    exact, found = gradient("float32"), gradient("bfloat16")
+    assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)

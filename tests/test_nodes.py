@@ -54,7 +54,7 @@ def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
         wait_for(lambda: last_step(config) > step, what="a new step")
         print(f"first new step {time.monotonic() - start:.1f} s after the node is back")
         assert result().error is None
-    assert_equal_runs(tutorial, config, reference)
+    assert_equal_runs(config, reference)
 
 
 def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
@@ -101,15 +101,14 @@ def slow_when_alone(tutorial, loop):
 
     def slow_loop(settings):
         names = train_loop.__globals__  # the worker's: the driver's would be a copy
-        batches = names["global_batches"]
+        train_step = names["train_step"]
 
-        def slow_batches(*arguments):
-            for batch in batches(*arguments):
-                time.sleep(0.25)
-                yield batch
+        def slow_train_step(*arguments):
+            time.sleep(0.25)
+            return train_step(*arguments)
 
         if ray.train.get_context().get_world_size() == 1:
-            names["global_batches"] = slow_batches
+            names["train_step"] = slow_train_step
         loop(settings)
 
     return slow_loop
@@ -137,7 +136,7 @@ def test_elastic_run_shrinks_and_grows(
     def impatient(config):
         return dataclasses.replace(make(config), elastic_resize_monitor_interval_s=2.0)
 
-    monkeypatch.setattr(tutorial, "make_scaling_config", impatient)
+    monkeypatch.setattr(trainkit.workers, "scaling_config", impatient)
     config = dataclasses.replace(reference, run_name="elastic", num_workers=(1, 2))
     loop = slow_when_alone(tutorial, loop_that_notes_the_world(tutorial, config))
 

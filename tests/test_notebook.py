@@ -1,4 +1,4 @@
-"""The whole notebook, as its users run it, and the page made from it."""
+"""The whole notebook, as its users run it, its form, and the page made from it."""
 
 import ast
 import copy
@@ -16,6 +16,7 @@ from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
 OWN = {"configs/books.yaml", "configs/mesh.yaml"}  # files that a reader makes
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
@@ -30,10 +31,10 @@ def text_of(cells) -> str:
 def run_again(notebook, line: str, changed: str) -> None:
     """Let the cells run twice in one kernel, the second time with one line changed.
 
-    But the drill, whose configuration is its own, runs once.
+    But the asides, which train for themselves, run once.
     """
     again = copy.deepcopy(notebook.cells)
-    again = [cell for cell in again if "drill" not in cell.metadata.get("tags", [])]
+    again = [cell for cell in again if "aside" not in cell.metadata.get("tags", [])]
     assert sum(line in cell.source for cell in again) == 1
     for cell in again:
         cell.id += "-again"
@@ -50,7 +51,8 @@ def smoke_folder(tmp_path_factory):
     changed = "load_config(config_path, n_layer=1, n_embd=32, max_steps=20)"
     run_again(notebook, "load_config(config_path)", changed)
     nbformat.write(notebook, folder / "README.ipynb")
-    shutil.copytree(ROOT / "configs", folder / "configs")
+    for name in ("configs", "trainkit"):
+        shutil.copytree(ROOT / name, folder / name)
     environment = os.environ | {"RAY_ADDRESS": "local"}
     environment["GPT2_CONFIG"] = "configs/smoke.yaml"
     command = [
@@ -88,7 +90,10 @@ def executed_again(smoke_folder):
 
 def training_of(cells) -> str:
     """What the training cell printed."""
-    return text_of(c for c in cells if "result = trainer.fit()" in c.source)
+    (cell,) = (
+        c for c in cells if c.source.startswith("trainer = make_trainer(config)")
+    )
+    return text_of([cell])
 
 
 @pytest.mark.slow
@@ -102,7 +107,7 @@ def test_notebook_trains(executed):
         and validation[-1] < validation[0] < 10
         and validation[-1] < 7.5
     )
-    assert re.search(r"error: +None", text_of(executed))
+    assert re.search(r"/storage/runs/smoke-\w+\n.*\nNone$", text_of(executed), re.M)
     images = [
         o for cell in executed for o in cell.outputs if "image/png" in o.get("data", {})
     ]
@@ -115,27 +120,44 @@ def test_notebook_shows_what_the_page_promises(executed):
     for pattern in (
         r"1 node\(s\), \d+ CPUs, no accelerator",
         r"6,837,888 parameters in configs/smoke.yaml",
+        r"\{'slope': (3\.0|2\.99).*, 'intercept': (1\.0|0\.99).*, 'points in a batch': 64\}",
         r"first loss 10\.\d+; ln\(50,257\) is 10\.82",
-        r"y = 3.00 x \+ 1.00, from 128 points",
-        r"devices of each worker: \[1, 1\]",
         r"perplexity \d+\.\d",
         r"The value of the expression",
         r"model.safetensors",
+        r"\{'step': 20, 'loss': [5-8]\.\d+\}",  # of the stream
     ):
         assert re.search(pattern, text), pattern
 
 
+def expected_outputs() -> list[tuple[str, list[str]]]:
+    """The page's blocks of output: the id of the cell above each, and its lines."""
+    found, above = [], None
+    for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells:
+        if cell.cell_type == "code":
+            above = cell.id
+        for block in re.findall(r"^```text\n(.*?)^```", cell.source, re.M | re.S):
+            found.append((above, re.sub(NUMBER, "0", block).splitlines()))
+    return found
+
+
 @pytest.mark.slow
 def test_expected_output_has_the_form_of_the_real_one(executed):
-    """Line by line, whatever the digits."""
-    shown = re.sub(NUMBER, "0", text_of(executed))
-    blocks = re.findall(
-        r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S
-    )
-    lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) >= 7
-    for line in lines:
-        assert re.sub(NUMBER, "0", line) in shown, line
+    """Line by line and in order, whatever the digits; "..." stands for lines left out.
+
+    Of what `decode` and `generate` return, which differs from one machine or version of
+    Python to another, only the first two words.
+    """
+    cells, blocks = {cell.id: cell for cell in executed}, expected_outputs()
+    assert len(blocks) >= 8
+    for above, lines in blocks:
+        shown = iter(re.sub(NUMBER, "0", text_of([cells[above]])).splitlines())
+        if re.search(
+            r"tokenizer\.decode\(row|generate\.generate\(", cells[above].source
+        ):
+            lines = re.findall(r"^\S+ +\S+", lines[0])
+        for line in lines:
+            assert line == "..." or any(line in other for other in shown), line
 
 
 @pytest.mark.slow
@@ -164,7 +186,7 @@ def test_change_a_line_and_run_again(executed, executed_again):
 @pytest.mark.slow
 def test_exported_model_answers_where_our_code_is_not(smoke_folder, tmp_path):
     """The model that the notebook trained, through transformers alone."""
-    exported, *others = smoke_folder.glob("storage/data/huggingface/smoke-*")
+    exported, *others = smoke_folder.glob("storage/huggingface/smoke-*")
     assert len(others) == 1  # two models, since a line was changed
     script = f"""
 import sys
@@ -173,7 +195,7 @@ question = "The value of the expression"
 answer = pipeline("text-generation", {str(exported)!r})(question, max_new_tokens=8)
 text = answer[0]["generated_text"]
 assert text.startswith(question) and len(text) > len(question), repr(text)
-assert not {{"jax", "flax", "ray", "tutorial"}} & set(sys.modules)
+assert not {{"jax", "flax", "ray", "trainkit"}} & set(sys.modules)
 """
     result = subprocess.run(
         [sys.executable, "-c", script],
@@ -191,11 +213,10 @@ def test_readme_is_in_step():
     assert (ROOT / "README.md").read_text() == rendered
 
 
-def test_relative_links_and_images_exist():
-    text = (ROOT / "README.md").read_text()
-    paths = re.findall(r"\]\((?!https?://|#)([^)]+)\)", text)
-    assert "images/loss.png" in paths
-    for path in paths + re.findall(r"`((?:configs|ci)/[\w./-]+\.\w+)`", text):
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_the_pages_name_exist(page):
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"`((?:configs|ci|trainkit|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / path).exists() or path in OWN, path
 
 
@@ -234,14 +255,55 @@ def test_notebook_is_stored_without_outputs():
 def test_public_names_of_the_design(tutorial):
     for name in (
         "TrainingConfig load_config prepare_dataset make_token_dataset GPT2 create_model "
-        "create_optimizer loss_fn train_step eval_step train_loop_per_worker generate "
-        "export_to_huggingface"
+        "create_optimizer loss_fn train_step eval_step train_loop_per_worker make_trainer "
+        "load_model"
     ).split():
-        assert getattr(tutorial, name).__doc__ or name == "create_optimizer", name
+        assert getattr(tutorial, name).__doc__, name
 
 
-def test_cells_are_short():
-    lengths = [len(cell.source.splitlines()) for cell in code_cells()]
-    assert sorted(lengths)[len(lengths) // 2] <= 25, "median"
-    for cell in code_cells():
-        ast.parse(cell.source)
+def cell_with(*strings: str) -> str:
+    """The source of the one code cell that has them all."""
+    sources = [cell.source for cell in code_cells()]
+    (found,) = (x for x in sources if all(string in x for string in strings))
+    return found
+
+
+def test_the_story_is_short():
+    sources = [cell.source for cell in code_cells()]
+    lengths = [len(source.splitlines()) for source in sources]
+    assert len(sources) <= 60 and sum(lengths) <= 700
+    long = {cell_with("class GPT2("), cell_with("def train_loop_per_worker(")}
+    for source, length in zip(sources, lengths):
+        assert length <= (45 if source in long else 30), source
+        ast.parse(source)
+    assert len((ROOT / "README.md").read_text()) < 70_000
+
+
+def test_a_trainer_runs_in_the_first_quarter_of_the_page():
+    page = (ROOT / "README.md").read_text()
+    assert page.index(".fit()") < len(page) / 4
+
+
+@pytest.mark.slow
+def test_every_fourth_cell_shows_something(executed):
+    in_a_row = 0
+    for cell in executed:
+        in_a_row = 0 if cell.outputs else in_a_row + 1
+        assert in_a_row < 4, cell.source
+
+
+def test_what_ray_does_stands_in_the_notebook():
+    """And not in a file that the reader would have to open."""
+    loop = cell_with("def train_loop_per_worker(")
+    for call in ("ray.train.get_checkpoint()", ".iter_batches(", "ray.train.report("):
+        assert call in loop, call
+    cell_with("use_tpu=True", 'topology="4x4"', 'accelerator_type="TPU-V6E"')
+
+
+MODULES = sorted((ROOT / "trainkit").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_page_links_to_the_module(path):
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    assert re.search(rf"\]\((\.\./)?trainkit/{path.name}(#\S+)?\)", pages)

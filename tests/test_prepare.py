@@ -1,4 +1,4 @@
-"""Data preparation, against a straight re-implementation of nanoGPT's prepare.py."""
+"""Step 2: data preparation, against a straight re-implementation of nanoGPT's prepare.py."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import pytest
 import tiktoken
 from accidents import wait_for
 
-import trainkit.config
 import trainkit.tokens
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,13 +91,6 @@ def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
         tutorial.prepare_dataset(small(val_fraction=0.2))
 
 
-def test_half_of_the_files_stops_at_once(tutorial, small, write_bins):
-    config = write_bins(small())
-    (Path(config.data_dir) / "val.bin").unlink()
-    with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
-        tutorial.prepare_dataset(config)
-
-
 def test_files_that_are_there_are_left_alone(tutorial, small, write_bins):
     config = write_bins(small())
     before = written(config)
@@ -123,26 +115,21 @@ def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
         assert not Path(f"{config.data_dir}.partial").exists()
 
 
-def test_hub_out_of_reach_names_the_ways_out(tutorial, small, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConnectionError, match="nobody/nothing.*local .txt.*train.bin"):
-        tutorial.prepare_dataset(small(dataset="nobody/nothing"))
-
-
 @pytest.mark.slow
-def test_killed_preparation_leaves_no_finished_folder(tutorial, small, tmp_path):
+def test_killed_preparation_leaves_no_finished_folder(small, tmp_path):
     """SIGKILL in the middle of writing; the next run starts over and is right."""
     texts = [f"{i} " + "many words to tokenize " * 400 for i in range(3_000)]
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "text.parquet")
     config = small(dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
     script = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "ci")!r})
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "ci")!r}]
 from notebook_module import load_notebook
-import ray
-ray.init("local", num_cpus=2, log_to_driver=False)
+import ray, trainkit
+ray.init("local", num_cpus=2, log_to_driver=False,
+         runtime_env={{"py_modules": [trainkit], "excludes": ["__pycache__"]}})
 tutorial = load_notebook()
-config = trainkit.config.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
+config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
                                  data_dir={config.data_dir!r})
 tutorial.prepare_dataset(config)
 """

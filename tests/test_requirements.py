@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
+from notebook_module import code_cells
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
@@ -36,18 +36,24 @@ def test_files_agree():
     assert gpu.items() <= cpu.items()
 
 
+def imports_of(source: str) -> set[str]:
+    """The packages that a program imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    return found
+
+
 def test_every_package_is_used_and_every_import_pinned():
-    notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
-    imported = set()
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            for node in ast.walk(ast.parse(cell.source)):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    imported.add(node.module.split(".")[0])
+    """By the notebook and by the modules beside it."""
+    sources = [cell.source for cell in code_cells()]
+    sources += [path.read_text() for path in (ROOT / "trainkit").glob("*.py")]
+    imported = set().union(*map(imports_of, sources)) - {"trainkit"}
     pinned = {IMPORT_NAMES.get(name, name) for name in pins("requirements-gpu.txt")}
-    pinned.remove("ipywidgets")  # tqdm draws its bars with it
+    pinned -= {"ipywidgets", "matplotlib"}  # tqdm and pandas draw with them
     assert imported - set(sys.stdlib_module_names) == pinned
 
 

@@ -57,15 +57,14 @@ def test_gpt2_xl_compiles_for_a_v6e_slice():
 MESHES = """
 import json, os, sys
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
-sys.path.insert(0, "ci")
 from jax.experimental import topologies
-from notebook_module import load_notebook
-tutorial = load_notebook()
+import trainkit.config, trainkit.devices
 for slices, fsdp, tensor in json.loads(sys.argv[1]):
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v6e:4x4", num_slices=slices)
-    config = trainkit.config.load_config("configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices,
-        fsdp=fsdp, tensor_parallel=tensor)
+    config = trainkit.config.load_config(
+        "configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices, fsdp=fsdp,
+        tensor_parallel=tensor)
     mesh = trainkit.devices.make_mesh(config, topology.devices)
     assert mesh.devices.shape == (16 * slices // fsdp // tensor, fsdp, tensor)
     slice_of = lambda device: getattr(device, "slice_index", 0)

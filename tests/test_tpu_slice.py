@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from accidents import (
     at_step,
@@ -50,7 +51,7 @@ def add_host(cluster, slice_name: str, host: int, hosts: int, topology: str):
 
 
 @pytest.fixture
-def tpu_cluster(tutorial, monkeypatch):
+def tpu_cluster(monkeypatch):
     """A cluster that has a head only; TPU workers compute on the CPU."""
     environment = trainkit.workers.environment
 
@@ -58,7 +59,7 @@ def tpu_cluster(tutorial, monkeypatch):
         count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
         return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
 
-    monkeypatch.setattr(tutorial, "worker_environment", simulated)
+    monkeypatch.setattr(trainkit.workers, "environment", simulated)
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     start_ray(cluster.address)
@@ -67,7 +68,7 @@ def tpu_cluster(tutorial, monkeypatch):
     cluster.shutdown()
 
 
-def small_model(tutorial, folder: Path, **changes):
+def small_model(folder: Path, **changes):
     """The TPU configuration with a small model, and its storage in `folder`."""
     values = {
         "vocab_size": 521,
@@ -95,7 +96,7 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     for host in range(4):
         add_host(tpu_cluster, "slice-0", host, hosts=4, topology="4x4")
     tpu_cluster.wait_for_nodes()
-    config = small_model(tutorial, tmp_path, max_steps=6)
+    config = small_model(tmp_path, max_steps=6)
     write_bins(config, val_tokens=1_001)
     trainkit.workers.check_resources(config)
     assert tutorial.make_trainer(config).fit().error is None
@@ -115,7 +116,7 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
     np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)
 
     # 4 processes wrote their shards: 16 devices in all.
-    metadata = tutorial.ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
+    metadata = ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
     assert metadata.custom_metadata["num_workers"] == 4
     assert jax.process_count() == 1 and os.environ["JAX_PLATFORMS"] == "cpu"
 
@@ -132,7 +133,6 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     tpu_cluster.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     config = small_model(
-        tutorial,
         tmp_path,
         topology="2x2",
         num_workers=[1, 2],
@@ -171,12 +171,12 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
         ({"num_workers": [2, 4]}, ["4x4 slice takes 4 workers", "found (2, 4)"]),
     ],
 )
-def test_slices_that_do_not_exist_are_refused_at_once(tutorial, changes, words):
+def test_slices_that_do_not_exist_are_refused_at_once(changes, words):
     with pytest.raises(ValueError) as error:
         trainkit.config.load_config(CONFIG, **changes)
     assert all(word in str(error.value) for word in words)
 
 
-def test_several_slices_are_a_multiple(tutorial):
+def test_several_slices_are_a_multiple():
     config = trainkit.config.load_config(CONFIG, num_workers=[4, 8])
     assert config.workers_per_slice == 4

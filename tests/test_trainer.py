@@ -1,11 +1,15 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
-from accidents import log_of, losses_of_one_process
+import ray.data
+import tiktoken
+from accidents import batches_of, log_of, losses_of_one_process
 
 import trainkit.corpus
 import trainkit.devices
@@ -45,9 +49,8 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     assert result.checkpoint.path == str(config.run_path / "step_00000020")
     model = tutorial.load_model(result.checkpoint)
     assert model.config == config
-    windows = list(
-        tutorial.global_batches(one, trainkit.devices.make_mesh(one), "val")
-    )[0]
+    mesh = trainkit.devices.make_mesh(one)
+    windows = next(batches_of(tutorial, one, mesh, "val"))
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
 
     # Started again, a finished run has nothing to do.
@@ -62,7 +65,7 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     assert [line["step"] for line in log_of(config)] == list(range(1, 26))
 
 
-def test_workers_keep_what_they_compile(tutorial, small, monkeypatch):
+def test_workers_keep_what_they_compile(small, monkeypatch):
     """On storage that all nodes share, also if that is remote, or where the user says."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
 
@@ -87,11 +90,12 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
         warmup_steps=2,
     )
     texts = trainkit.corpus.load(config)["text"][:12]
-    tokenizer = tutorial.tiktoken.get_encoding("gpt2")
+    tokenizer = tiktoken.get_encoding("gpt2")
     tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
-    documents = tutorial.datasets.Dataset.from_dict({"text": texts})
-    stream = tutorial.stream_windows(
-        tutorial.ray.data.from_pandas(documents.to_pandas()), config.block_size
+    documents = datasets.Dataset.from_dict({"text": texts})
+    cut_windows = partial(tutorial.cut_windows, block_size=config.block_size)
+    stream = ray.data.from_huggingface(documents).map_batches(
+        cut_windows, batch_size=256
     )
     windows = np.stack([row["tokens"] for row in stream.take_all()])
     assert windows.dtype == np.uint16
@@ -99,7 +103,7 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     assert joined == tokens[: len(joined)] and len(tokens) - len(joined) < 64
 
     trainer = tutorial.make_trainer(
-        config, tutorial.train_on_stream, datasets={"train": stream}
+        config, tutorial.train_on_stream, datasets={"windows": stream}
     )
     result = trainer.fit()
     assert result.error is None and result.metrics["loss"] < 10

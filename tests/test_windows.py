@@ -1,10 +1,11 @@
-"""Windows: each exactly once an epoch, in the same order every time, for every worker."""
+"""Step 3: each window once an epoch, in the same order every time, for every worker."""
 
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from accidents import batches_of, log_of, losses_of_one_process
 
 import trainkit.devices
 import trainkit.tokens
@@ -19,29 +20,6 @@ def read(dataset):
 def read_training(tutorial, config, first_step=0, rows=None):
     steps = range(first_step, config.max_steps)
     return read(tutorial.make_token_dataset(config, "train", steps, rows))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 17, 1000, 4096, 4097])
-def test_shuffle_is_a_permutation(tutorial, size):
-    index = np.arange(size)
-    orders = [
-        trainkit.tokens.shuffle_index(index, size, np.full(size, key))
-        for key in range(3)
-    ]
-    for order in orders:
-        assert sorted(order) == list(range(size))
-    if size > 16:
-        assert (orders[0] != orders[1]).any() and (orders[1] != orders[2]).any()
-
-
-def test_shuffle_looks_random(tutorial):
-    """Neighbors end up far apart, and displacement has no bias, at OpenWebText's size."""
-    size, key = 8_823_810, np.zeros(20_000, np.int64)
-    order = trainkit.tokens.shuffle_index(np.arange(20_000), size, key)
-    assert len(set(order.tolist())) == len(order)
-    assert abs(order.mean() / size - 0.5) < 0.01
-    gaps = np.abs(np.diff(order)) / size
-    assert abs(gaps.mean() - 1 / 3) < 0.01  # two uniform draws differ by 1/3 on average
 
 
 def test_each_window_once_an_epoch(tutorial, cluster, small, write_bins):
@@ -94,13 +72,13 @@ def test_a_long_run_reads_its_windows_in_parts(
     """Three datasets, one after the other, give what one gives; the next is ahead."""
     config = write_bins(small(max_steps=11))
     mesh = trainkit.devices.make_mesh(config)
-    whole = list(tutorial.global_batches(config, mesh, "train", 2))
-    monkeypatch.setattr(tutorial, "WINDOWS_AT_ONCE", 4 * config.batch_size)
+    whole = list(batches_of(tutorial, config, mesh, first_step=2))
+    monkeypatch.setattr(trainkit.tokens, "WINDOWS_AT_ONCE", 4 * config.batch_size)
     made, make = [], tutorial.make_token_dataset
     monkeypatch.setattr(
         tutorial, "make_token_dataset", lambda *a: made.append(a[2]) or make(*a)
     )
-    parts = list(tutorial.global_batches(config, mesh, "train", 2))
+    parts = list(batches_of(tutorial, config, mesh, first_step=2))
     assert made == [range(2, 6), range(6, 10), range(10, 11)]
     assert len(parts) == len(whole) == 9
     for a, b in zip(parts, whole):
@@ -117,9 +95,7 @@ def test_the_next_batch_is_on_the_device_before_it_is_needed(
         "make_array_from_process_local_data",
         lambda *a: put.append(make(*a)) or put[-1],
     )
-    batches = tutorial.global_batches(
-        config, trainkit.devices.make_mesh(config), "train"
-    )
+    batches = batches_of(tutorial, config, trainkit.devices.make_mesh(config))
     for step, batch in zip(range(5), batches):
         assert batch is put[step] and len(put) == step + 2
 
@@ -132,55 +108,30 @@ def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monke
         return make(*args).filter(lambda row: row["sequence"] != 5)
 
     monkeypatch.setattr(tutorial, "make_token_dataset", without_one)
-    batches = tutorial.global_batches(
-        config, trainkit.devices.make_mesh(config), "train"
-    )
-    with pytest.raises(RuntimeError, match="train data, step 1: expected the windows"):
+    batches = batches_of(tutorial, config, trainkit.devices.make_mesh(config))
+    with pytest.raises(RuntimeError, match="step 1: expected the windows"):
         list(batches)
 
 
-@pytest.mark.parametrize(
-    "contents, words",
-    [
-        (None, "does not exist"),
-        (b"", "has 0 bytes"),
-        (b"123", "has 3 bytes"),
-        (b"1234" * 4, "has 16 bytes.*block_size"),
-    ],
-)
-def test_unusable_files(tutorial, small, write_bins, contents, words):
-    config = write_bins(small())
-    path = Path(config.data_dir) / "train.bin"
-    path.unlink() if contents is None else path.write_bytes(contents)
-    with pytest.raises((FileNotFoundError, ValueError), match=f"train.bin.*{words}"):
-        trainkit.tokens.check(config)
+@pytest.mark.slow
+def test_the_loop_reads_its_windows_in_parts(tutorial, cluster, small, write_bins):
+    """Three datasets on the worker, and the losses of one."""
+    config = write_bins(small(max_steps=11, eval_interval=11))
+    notes, train_loop = config.run_path / "read", tutorial.train_loop_per_worker
 
+    def loop(settings):
+        trainkit.tokens.WINDOWS_AT_ONCE = 4 * config.batch_size
+        count_windows = trainkit.tokens.count_windows
 
-def test_token_beyond_the_vocabulary(tutorial, small, write_bins):
-    config = write_bins(small())
-    np.full(400, 600, np.uint16).tofile(Path(config.data_dir) / "val.bin")
-    with pytest.raises(
-        ValueError, match="val.bin holds token id 600.*vocab_size is 521"
-    ):
-        trainkit.tokens.check(config)
+        def note(config, split):
+            with notes.open("a") as file:
+                file.write(f"{split}\n")
+            return count_windows(config, split)
 
+        trainkit.tokens.count_windows = note
+        train_loop(settings)
 
-def test_own_files_need_not_be_read_to_be_checked(tutorial, small, write_bins):
-    config = write_bins(small(vocab_size=50_257))
-    np.full(400, 60_000, np.uint16).tofile(Path(config.data_dir) / "val.bin")
-    with pytest.raises(ValueError, match="token id 60000"):
-        trainkit.tokens.check(config)
-    (Path(config.data_dir) / "manifest.json").touch()
-    trainkit.tokens.check(config)
-
-
-def test_a_file_that_ends_too_soon(tutorial, small, write_bins):
-    path = Path(write_bins(small()).data_dir) / "train.bin"
-    with pytest.raises(OSError, match="train.bin ended.* at token 1990"):
-        trainkit.tokens.read(path, np.array([0, 1_990]), 17)
-
-
-def test_too_few_validation_windows(tutorial, small, write_bins):
-    config = write_bins(small(eval_steps=99))
-    with pytest.raises(ValueError, match="25 windows.*396. Set one of these lower"):
-        trainkit.tokens.check(config)
+    assert tutorial.make_trainer(config, loop).fit().error is None
+    assert sorted(notes.read_text().split()) == ["train"] * 3 + ["val"]
+    expected = losses_of_one_process(tutorial, config)
+    np.testing.assert_allclose([x["loss"] for x in log_of(config)], expected, atol=1e-4)

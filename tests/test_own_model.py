@@ -1,0 +1,119 @@
+"""Another model than GPT-2, by the seams that the page lists under "Bring your own model"."""
+
+import dataclasses
+import sys
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import ray
+from accidents import log_of, losses_of_one_process
+from flax import nnx
+
+import trainkit.config
+import trainkit.devices
+
+pytestmark = pytest.mark.slow
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+PAST = 3  # tokens that the model looks at
+
+
+def named(*axes):
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+
+class WithFeatures(nnx.Module):
+    """Token embeddings and an MLP (Bengio et al. 2003), for the page's `loss_fn`."""
+
+    def __init__(self, config, *, rngs):
+        self.config, D = config, config.n_embd
+        self.wte = nnx.Embed(
+            config.padded_vocab_size,
+            D,
+            embedding_init=named("vocab", "embed"),
+            rngs=rngs,
+        )
+        dense = partial(nnx.Linear, rngs=rngs)
+        self.inner = dense(PAST * D, 4 * D, kernel_init=named(None, "mlp"))
+        self.outer = dense(4 * D, D, kernel_init=named("mlp", "embed"))
+
+    def features(self, tokens, *, rngs=None):
+        T, x = tokens.shape[1], self.wte(tokens)
+        past = [jnp.pad(x, ((0, 0), (i, 0), (0, 0)))[:, :T] for i in range(PAST)]
+        return self.outer(nnx.relu(self.inner(jnp.concatenate(past, axis=-1))))
+
+
+class Plain(nnx.Module):
+    """Logits and nothing else, under names of its own, for a loss of its own."""
+
+    def __init__(self, config, *, rngs):
+        self.config, V, D = config, config.vocab_size, config.n_embd
+        self.table = nnx.Embed(V, D, embedding_init=named(None, "width"), rngs=rngs)
+        self.head = nnx.Linear(D, V, kernel_init=named("width", "words"), rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(nnx.relu(self.table(tokens)))
+
+
+def loss_of_logits(model, windows, rngs=None):
+    windows = windows.astype(jnp.int32)
+    logits, targets = model(windows[:, :-1]), windows[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def momentum(config):
+    return optax.sgd(100 * config.learning_rate, momentum=0.9)
+
+
+def lion(config):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.003))
+
+
+SEAMS = {
+    "features and wte": ({"GPT2": WithFeatures, "create_optimizer": lion}, "inner"),
+    "a loss of its own": (
+        {
+            "GPT2": Plain,
+            "loss_fn": loss_of_logits,
+            "SHARDING_RULES": (("width", "fsdp"), ("words", None)),
+            "create_optimizer": momentum,
+        },
+        "head",
+    ),
+}
+
+
+@pytest.mark.parametrize("seams", SEAMS)
+def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams):
+    """It learns, on two devices that divide it, and goes on where it stopped."""
+    swapped, layer = SEAMS[seams]
+    for name, value in swapped.items():
+        monkeypatch.setattr(tutorial, name, value)
+    config = write_bins(
+        small(vocab_size=61, batch_size=8, max_steps=40, fsdp=2, devices_per_worker=2)
+    )
+    train_loop, abstract_state = tutorial.train_loop_per_worker, tutorial.abstract_state
+
+    def loop(settings):
+        train_loop(settings)
+        config = trainkit.config.TrainingConfig(**settings)
+        state = abstract_state(config, trainkit.devices.make_mesh(config))
+        spec = state.params[layer]["kernel"].sharding.spec
+        (config.run_path / "divided").write_text(str(spec))
+
+    result = tutorial.make_trainer(config, loop).fit()
+    assert "fsdp" in (config.run_path / "divided").read_text()
+    model = tutorial.load_model(result.checkpoint)
+    assert type(model) is swapped["GPT2"]
+
+    longer = dataclasses.replace(config, max_steps=60)
+    assert tutorial.make_trainer(longer, loop).fit().metrics["step"] == 60
+    log = log_of(config)
+    assert [line["step"] for line in log] == list(range(1, 61))
+    losses = [line["loss"] for line in log]
+    assert losses[-1] < 0.5 * losses[0] and losses[0] > 4
+    alone = dataclasses.replace(longer, fsdp=1, devices_per_worker=1)
+    expected = losses_of_one_process(tutorial, alone)
+    np.testing.assert_allclose(losses, expected, atol=1e-3)

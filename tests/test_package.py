@@ -1,0 +1,140 @@
+"""The package beside the notebook: its form, what importing it costs, and how it travels."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainkit
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "trainkit"
+TREES = {
+    path.stem: ast.parse(path.read_text())
+    for path in sorted(PACKAGE.glob("*.py"))
+    if path.stem != "__init__"
+}
+LISTED = re.findall(r"^(\w+) {2,}\S", trainkit.__doc__, re.MULTILINE)
+HEAVY = {"jax", "flax", "orbax", "transformers", "torch"}
+
+
+def test_list_names_every_module_once():
+    assert sorted(LISTED) == sorted(TREES)
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Whatever is imported, at the top or in a function, as dotted names."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_point_upwards(name):
+    """A module imports those above it in the list, and never the notebook."""
+    imported = imports_of(TREES[name])
+    above = LISTED[: LISTED.index(name)]
+    ours = {i.split(".")[1] for i in imported if i.startswith("trainkit.")}
+    assert ours <= set(above)
+    packages = {i.split(".")[0] for i in imported}
+    assert not packages & {"notebook_module", "nbformat", "tutorial", "__main__"}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_module_is_short_and_explained(name):
+    assert len((PACKAGE / f"{name}.py").read_text().splitlines()) <= 300
+    tree = TREES[name]
+    assert ast.get_docstring(tree)
+    kinds = ast.FunctionDef | ast.ClassDef
+    public = [n for n in tree.body if isinstance(n, kinds) and n.name[0] != "_"]
+    for part in [n for n in public if isinstance(n, ast.ClassDef)]:
+        inherited = (
+            {"run"} if "Thread" in " ".join(map(ast.unparse, part.bases)) else set()
+        )
+        methods = [n for n in part.body if isinstance(n, kinds) and n.name[0] != "_"]
+        public += [n for n in methods if n.name not in inherited]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+@pytest.mark.parametrize("name", ["config", "checks", "pretrained", "corpus", "tokens"])
+def test_what_reads_text_needs_no_jax(name):
+    """Ray Data's tasks import it, and should start quickly."""
+    script = f"import sys, trainkit.{name}; print(*sys.modules, sep='\\n')"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {line.split(".")[0] for line in result.stdout.splitlines()}
+    assert "trainkit" in loaded and not loaded & HEAVY
+
+
+FAR_WORKERS = """
+import dataclasses, json, os, sys
+sys.path[:0] = ["", "ci"]
+os.environ["JAX_PLATFORMS"] = "cpu"
+from notebook_module import code_cells, load_notebook
+import numpy as np, ray, ray.train, trainkit
+(start,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
+exec(start.split("resources = ")[0])
+tutorial = load_notebook()
+os.rename("trainkit", "elsewhere")
+
+@ray.remote
+def where():
+    import trainkit.tokens
+    return trainkit.tokens.__file__
+
+def loop(settings):
+    import trainkit.workers
+    tutorial.train_loop_per_worker(settings)
+    with open(settings["storage_path"] + "/where", "w") as file:
+        file.write(trainkit.workers.__file__)
+
+config = tutorial.TrainingConfig(**json.loads(sys.argv[1]))
+result = tutorial.make_trainer(config, loop).fit()
+assert result.error is None and result.metrics["step"] == config.max_steps
+of_worker = open(config.storage_path + "/where").read()
+print("FOUND", json.dumps([ray.get(where.remote()), of_worker]))
+"""
+
+
+@pytest.mark.slow
+def test_package_reaches_workers_that_do_not_see_its_folder(
+    small, write_bins, tmp_path
+):
+    """As in a cluster: Ray carries it to tasks and to training workers."""
+    driver = tmp_path / "driver"
+    (driver / "ci").mkdir(parents=True)
+    shutil.copytree(PACKAGE, driver / "trainkit")
+    shutil.copy(ROOT / "README.ipynb", driver)
+    shutil.copy(ROOT / "ci/notebook_module.py", driver / "ci")
+    config = write_bins(small(n_layer=1, max_steps=4, eval_interval=4))
+    settings = json.dumps(dataclasses.asdict(config))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", FAR_WORKERS, settings],
+        cwd=driver,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    (found,) = re.findall(r"^FOUND (.*)$", result.stdout, re.MULTILINE)
+    for path in map(Path, json.loads(found)):
+        assert not path.is_relative_to(driver) and not path.is_relative_to(ROOT)

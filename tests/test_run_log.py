@@ -1,0 +1,92 @@
+"""The run's log: its lines, TensorBoard, MFU, and a profile."""
+
+import gzip
+import json
+import struct
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from samples import windows_for
+from tensorboardX.proto import event_pb2
+
+import trainkit.config
+import trainkit.run_log
+
+
+def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
+    """On a device whose peak is known, by nanoGPT's formula."""
+    gpt2 = trainkit.config.TrainingConfig()
+    flops = trainkit.run_log.flops_per_token(gpt2, tutorial.count_parameters(gpt2))
+    assert flops == pytest.approx(855.2e6, rel=1e-3)
+    monkeypatch.setitem(trainkit.run_log.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    config = small()
+    config.run_path.mkdir(parents=True)
+    n_params = tutorial.count_parameters(config)
+    log = trainkit.run_log.RunLog(config, 0, n_params)
+    for step in (1, 2):
+        log.add(step, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
+    log.write()
+    (line,) = map(
+        json.loads, (config.run_path / "metrics.jsonl").read_text().splitlines()
+    )
+    assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 4 * 16, 3.0)
+    flops = line["tokens_per_s"] * trainkit.run_log.flops_per_token(config, n_params)
+    assert line["mfu"] == pytest.approx(flops / 1e12, rel=0.01)
+
+
+def test_log_forgets_what_comes_after_the_checkpoint(small):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    path = config.run_path / "metrics.jsonl"
+    path.write_text(
+        "".join(f'{{"step": {n}}}\n' for n in range(1, 6)) + '{"step": 6, "lo'
+    )
+    trainkit.run_log.RunLog(config, 3, n_params=1)
+    assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in range(1, 4))
+
+
+def events_of(folder) -> list:
+    """TensorBoard's events, from files of length, checksum, event, checksum."""
+    data, events = b"".join(f.read_bytes() for f in sorted(folder.iterdir())), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_log_is_there_for_tensorboard_too(small):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    log = trainkit.run_log.RunLog(config, 0, n_params=1)
+    log.add(1, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
+    log.write()
+    time.sleep(3)  # a thread writes the events
+    values = {
+        value.tag: value.simple_value
+        for event in events_of(config.run_path / "tensorboard")
+        for value in event.summary.value
+        if event.step == 1
+    }
+    assert values["loss"] == 3 and values["grad_norm"] == 1
+    assert values.keys() >= {"tokens", "tokens_per_s"}
+
+
+def test_profile_of_chosen_steps(tutorial, small):
+    config = small(profile_steps=[2, 4])
+    config.run_path.mkdir(parents=True)
+    state = tutorial.create_state(config)
+    log = trainkit.run_log.RunLog(config, 0, n_params=1)
+    for step, windows in enumerate(windows_for(config, 5), 1):
+        state, metrics = tutorial.train_step(state, windows, config)
+        log.add(step, metrics)
+    log.add(4, metrics)  # as in a run that restarted at step 3
+    (trace,) = Path(config.run_path).rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    calls = [e for e in events if e.get("name") == "PjitFunction(train_step)"]
+    assert len(calls) in (
+        2,
+        4,
+    )  # of 5 steps, the third and fourth; JAX shows a call twice

@@ -1,0 +1,68 @@
+"""What an attacker could use, and what a person could give away."""
+
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+from notebook_module import code_cells
+
+import trainkit.config
+import trainkit.corpus
+import trainkit.tokens
+import trainkit.watch
+import trainkit.workers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_nothing_unpickles():
+    """Token files, weights, and checkpoints have formats that cannot hold code."""
+    modules = sorted((ROOT / "trainkit").glob("*.py"))
+    sources = [path.read_text() for path in modules]
+    sources += [cell.source for cell in code_cells()]
+    assert len(modules) > 10 and len(sources) > len(modules) + 40
+    for word in ("pickle", "eval(", "exec(", "torch.load", "np.load(", "trust_remote"):
+        assert not any(word in source for source in sources), word
+
+
+def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path):
+    """What a person copies into a bug report has no token in it."""
+    secret = "hf_thisIsASecretToken1234567890"
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    storage = str(tmp_path / "file")
+    Path(storage).write_text("")
+    attempts = [
+        lambda: trainkit.config.load_config(ROOT / "configs/smoke.yaml", wrong=1),
+        lambda: trainkit.corpus.load(small(dataset="nobody/nothing")),
+        lambda: trainkit.watch.check_storage(small(storage_path=storage)),
+        lambda: trainkit.workers.check_resources(
+            small(num_workers=4, cpus_per_worker=999.0)
+        ),
+        lambda: trainkit.tokens.open_tokens(small(), "train"),
+    ]
+    for attempt in attempts:
+        with pytest.raises((ValueError, OSError, RuntimeError)) as error:
+            attempt()
+        assert secret not in "".join(traceback.format_exception(error.value))
+
+
+def test_dashboard_listens_on_the_loopback_address_only():
+    """Started as the notebook starts it, in a process of its own."""
+    (cell,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
+    script = f"""
+import os, psutil, ray
+import trainkit
+{cell.split(chr(10) + ")")[0]})
+port = int(ray._private.worker.global_worker.node.webui_url.rsplit(":", 1)[1])
+found = [c.laddr.ip for c in psutil.net_connections("tcp")
+         if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+print("LISTENS", found)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert "LISTENS ['127.0.0.1']" in result.stdout, result.stdout + result.stderr

@@ -1,0 +1,37 @@
+"""What Ray can't see; the accidents themselves are in test_faults and test_nodes."""
+
+import math
+
+import pytest
+
+import trainkit.watch
+
+
+def test_storage_that_cannot_be_written(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="storage_path"):
+        trainkit.watch.check_storage(small(storage_path=str(tmp_path / "file")))
+
+
+def test_a_diverged_run_is_not_started_again(cluster, small):
+    """Until a person says so, by deleting the note."""
+    config = small()
+    trainkit.watch.check_before_start(config)
+    nan = {1: {"loss": 3.0, "grad_norm": 1.0}, 2: {"loss": 3.0, "grad_norm": math.nan}}
+    assert trainkit.watch.diverged(config, nan)
+    with pytest.raises(FloatingPointError, match="at step 2.*nan.*none yet.*delete"):
+        trainkit.watch.check_before_start(config)
+    (config.run_path / "diverged.txt").unlink()
+    trainkit.watch.check_before_start(config)
+
+
+def test_workers_find_the_probe_of_this_start(cluster, small):
+    config = small()
+    with pytest.raises(RuntimeError, match="another folder on this node"):
+        trainkit.watch.check_storage_is_shared(config)
+    trainkit.watch.check_storage(config)
+    trainkit.watch.check_storage_is_shared(config)
+    probe, _ = trainkit.watch.storage_probe(config)
+    probe.write_text("of an earlier start")
+    with pytest.raises(RuntimeError, match="another folder on this node"):
+        trainkit.watch.check_storage_is_shared(config)

@@ -1,0 +1,180 @@
+"""Which devices a worker gets: GPUs that Ray assigned, simulated here, and several each."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+import ray.train
+from accidents import log_of, losses_of_one_process
+from conftest import start_ray, stop_ray
+
+import trainkit.workers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_missing_resources_are_named(cluster, small):
+    config = small(num_workers=2, devices_per_worker=4, platform="gpu", batch_size=8)
+    with pytest.raises(RuntimeError, match=r"'GPU': 8.*'GPU': 0"):
+        trainkit.workers.check_resources(config)
+    trainkit.workers.check_resources(dataclasses.replace(config, autoscaling=True))
+    trainkit.workers.check_resources(small(num_workers=2))
+    with pytest.raises(
+        RuntimeError, match=r"a CPU for Ray Data .*'CPU': 4.5.*'CPU': 4"
+    ):
+        trainkit.workers.check_resources(small(num_workers=7, batch_size=14))
+
+
+@pytest.fixture(scope="module")
+def gpu_node():
+    """A node that says it has two GPUs."""
+    stop_ray()
+    start_ray(num_cpus=4, num_gpus=2)
+    yield
+    stop_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bins):
+    """Data, FSDP, and tensor parallelism at once; then on another mesh."""
+    config = write_bins(
+        small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
+    )
+    result = tutorial.make_trainer(config).fit()
+    assert result.error is None and result.metrics["step"] == 10
+    alone = dataclasses.replace(config, devices_per_worker=1)
+    losses = losses_of_one_process(tutorial, dataclasses.replace(alone, max_steps=15))
+    np.testing.assert_allclose(
+        [x["loss"] for x in log_of(config)], losses[:10], atol=1e-4
+    )
+
+    # Written by 8 devices in parallel on the data, restored by 4 that divide the model.
+    other = dataclasses.replace(config, num_workers=1, fsdp=4, max_steps=15)
+    assert other.mesh_shape(1) == (1, 4, 1)
+    assert tutorial.make_trainer(other).fit().error is None
+    np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
+
+
+def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
+    """The notebook's loop on workers whose GPUs are CPUs that JAX takes for CUDA's.
+
+    Each notes which GPUs it would see: CUDA decides when JAX first asks for a device.
+    """
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings):
+        from jax._src import hardware_utils, xla_bridge
+
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # by Ray's backend, on all
+        rank = ray.train.get_context().get_world_rank()
+
+        def start_cuda():
+            seen = os.environ["CUDA_VISIBLE_DEVICES"]
+            (config.run_path / f"gpus-{rank}").write_text(seen)
+            return xla_bridge.make_cpu_client()
+
+        hardware_utils.has_visible_nvidia_gpu = lambda: True
+        xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
+        trainkit.workers.own_gpus = own_gpus
+        train_loop(settings)
+
+    return loop
+
+
+@pytest.mark.slow
+def test_two_workers_of_a_node_take_two_gpus(tutorial, gpu_node, small, write_bins):
+    """Before the first of them asks JAX for a device."""
+    config = write_bins(small(num_workers=2, platform="gpu", max_steps=3))
+    tutorial.make_trainer(config, loop_with_played_gpus(tutorial, config)).fit()
+    seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
+    assert seen == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_two_workers_on_one_gpu_are_refused(tutorial, gpu_node, small, write_bins):
+    config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
+    loop = loop_with_played_gpus(tutorial, config, own_gpus=lambda: None)
+    with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
+        tutorial.make_trainer(config, loop).fit()
+    assert not log_of(config)
+
+
+PLUGIN = """
+import pathlib
+from jax._src import xla_bridge
+
+def claim():
+    pathlib.Path("claimed").touch()
+    raise RuntimeError("this accelerator is only played")
+
+def initialize():
+    xla_bridge.register_backend_factory("played", claim, priority=500)
+"""
+
+
+DRIVER = """
+import os, sys
+sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
+from notebook_module import code_cells, load_notebook
+if sys.argv[2] == "as the notebook does":
+    exec(code_cells()[0].source)
+import jax
+if sys.argv[2] == "as the notebook does":
+    tutorial = load_notebook()
+    demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
+    tutorial.create_state(demo)
+print(jax.devices())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claimed", [False, True])
+def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
+    """On a machine with a JAX plugin for an accelerator, which notes who claims it."""
+    plugin = tmp_path / "jax_plugins/played"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(PLUGIN)
+    how = "plain JAX" if claimed else "as the notebook does"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, ROOT, how],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+        timeout=120,
+    )
+    assert (tmp_path / "claimed").exists() == claimed
+
+
+@pytest.mark.parametrize("platform, jax_name", trainkit.workers.PLATFORMS.items())
+def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_name):
+    """JAX reads it when it is imported, so it must be there before."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    config = small(platform=platform, devices_per_worker=2)
+    found = trainkit.workers.environment(config)
+    assert found["JAX_PLATFORMS"] == jax_name
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/jax-cache")
+    flags = "--xla_force_host_platform_device_count=2" if platform == "cpu" else None
+    assert found.get("XLA_FLAGS") == flags
+    assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")
+    remote = dataclasses.replace(config, storage_path="s3://bucket/runs")
+    cache = trainkit.workers.environment(remote)["JAX_COMPILATION_CACHE_DIR"]
+    assert cache == str(tmp_path / "data/jax-cache")  # which all nodes share, too
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    found = trainkit.workers.environment(config)
+    assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
+
+
+def test_workers_that_do_not_see_one_another_are_refused(small, monkeypatch):
+    """Each would train a model of its own."""
+    context = SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
+        trainkit.workers.join(dataclasses.asdict(small()))
