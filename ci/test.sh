@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what is needed and run every test; arguments go to pytest.
+# Install what is needed and run the tests; arguments go to pytest. Those that take minutes
+# each run with: bash ci/test.sh -m extra
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ci/environment.sh
@@ -8,4 +9,8 @@ bash ci/docs/install.sh
 ruff check .
 ruff format --check .
 codespell
-exec pytest "$@" # all of tests/, unless files are named
+SECONDS=0
+status=0
+pytest "$@" || status=$? # all of tests/, unless files are named
+echo "The tests took $((SECONDS / 60)) min $((SECONDS % 60)) s, installation not counted."
+exit "$status"

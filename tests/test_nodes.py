@@ -57,6 +57,7 @@ def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
     assert_equal_runs(config, reference)
 
 
+@pytest.mark.extra
 def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
     """As the page says: accelerator nodes on one side, cheap ones with a label."""
 
@@ -104,7 +105,7 @@ def slow_when_alone(tutorial, loop):
         train_step = names["train_step"]
 
         def slow_train_step(*arguments):
-            time.sleep(0.25)
+            time.sleep(0.4)
             return train_step(*arguments)
 
         if ray.train.get_context().get_world_size() == 1:
@@ -114,6 +115,7 @@ def slow_when_alone(tutorial, loop):
     return slow_loop
 
 
+@pytest.mark.extra
 def test_elastic_run_shrinks_and_grows(
     tutorial, two_nodes, small, write_bins, monkeypatch
 ):
@@ -123,8 +125,8 @@ def test_elastic_run_shrinks_and_grows(
             num_workers=2,
             cpus_per_worker=2.0,
             n_layer=1,
-            max_steps=600,
-            decay_steps=600,
+            max_steps=250,
+            decay_steps=250,
             learning_rate=1e-3,
             eval_interval=50,
             run_name="reference",
@@ -142,7 +144,7 @@ def test_elastic_run_shrinks_and_grows(
 
     config.run_path.mkdir(parents=True)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
-        wait_for(lambda: at_step(100)(config), what="step 100")
+        wait_for(lambda: at_step(50)(config), what="step 50")
         lose(two_nodes, *two_nodes.worker_nodes)
         wait_for(lambda: world_sizes(config) == [2, 1], what="one worker alone")
         step = last_step(config)
@@ -150,7 +152,7 @@ def test_elastic_run_shrinks_and_grows(
         two_nodes.add_node(num_cpus=3)
         assert result().error is None
     assert world_sizes(config)[:3] == [2, 1, 2]
-    assert [x["step"] for x in log_of(config)] == list(range(1, 601))
+    assert [x["step"] for x in log_of(config)] == list(range(1, 251))
     losses = [x["loss"] for x in log_of(config)]
     np.testing.assert_allclose(
         losses, losses_of_one_process(tutorial, reference), atol=1e-4

@@ -57,7 +57,7 @@ def test_every_package_is_used_and_every_import_pinned():
     assert imported - set(sys.stdlib_module_names) == pinned
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 @pytest.mark.parametrize("name", FILES)
 def test_file_resolves(name, python):
