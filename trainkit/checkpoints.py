@@ -159,7 +159,10 @@ def check_shapes(orbax, folder: str, target: Any) -> None:
         WrongModel: with the first few that differ.
     """
     metadata = orbax.metadata(folder).item_metadata
-    found, expected = shapes_of(metadata.tree if metadata else {}), shapes_of(target)
+    found, expected = (
+        array_shapes(metadata.tree if metadata else {}),
+        array_shapes(target),
+    )
     differing = [
         f"{name}: found {found.get(name)}, expected {expected.get(name)}"
         for name in sorted(found.keys() | expected.keys())
@@ -172,7 +175,7 @@ def check_shapes(orbax, folder: str, target: Any) -> None:
         )
 
 
-def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
     leaves = jax.tree.leaves_with_path(tree)
     return {
@@ -261,11 +264,22 @@ def load_params(
     Args:
         checkpoint: on this machine or in an object store, from where it is downloaded.
         shapes_of: gives the parameters' shapes and dtypes, a pytree, for a configuration.
+
+    Raises:
+        ValueError: it is no checkpoint of this tutorial's.
     """
+    if checkpoint is None:
+        raise ValueError("checkpoint: found None, as of a run that has saved none yet")
     orbax = ocp.PyTreeCheckpointer()
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
-        config = TrainingConfig(**orbax.metadata(folder).custom_metadata)
+        settings = orbax.metadata(folder).custom_metadata
+        if not settings:
+            raise ValueError(
+                f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
+                "that a run has saved, such as step_00001000"
+            )
+        config = TrainingConfig(**settings)
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),

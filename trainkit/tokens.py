@@ -36,11 +36,11 @@ def existing(config, source: dict) -> dict | None:
 
     Raises:
         FileExistsError: the folder holds tokens of another source, or other files.
-        ValueError: the folder can't be replaced.
+        ValueError: a file there is damaged, or the folder can't be replaced.
     """
     folder = Path(config.data_dir)
     if (folder / "manifest.json").exists():
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_manifest(folder)
         # If the text files are gone, their tokens are still good.
         if manifest["source"] | source != manifest["source"]:
             raise FileExistsError(
@@ -58,6 +58,31 @@ def existing(config, source: dict) -> dict | None:
     if folder.is_mount():
         raise ValueError(f"data_dir: {folder} is a mounted disk; choose a folder in it")
     return None
+
+
+def read_manifest(folder: Path) -> dict:
+    """What `write_manifest` wrote.
+
+    Raises:
+        ValueError: it is damaged, or a token file isn't as long as it says.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        sizes = {folder / f"{k}.bin": 2 * n for k, n in manifest["tokens"].items()}
+        manifest["source"].items()
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}). Delete that folder to make it anew."
+        ) from error
+    for file, size in sizes.items():
+        found = file.stat().st_size if file.exists() else 0
+        if found != size:
+            raise ValueError(
+                f"{file} has {found} bytes, but {path.name} says {size}. Delete that "
+                "folder to make it anew."
+            )
+    return manifest
 
 
 @contextlib.contextmanager
