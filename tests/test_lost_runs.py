@@ -246,8 +246,8 @@ def test_disk_that_fills_up_while_saving(
     reference = undisturbed(turn % 2 + 1)
     rng = np.random.default_rng()
     save = 15 * int(rng.integers(1, 4))
-    files = (reference.run_path / f"step_{45:08d}").rglob("*")
-    left = int(rng.integers(0, 1.2 * sum(f.stat().length for f in files)))
+    files = Path(reference.run_path / f"step_{45:08d}").rglob("*")
+    left = int(rng.integers(0, 1.2 * sum(f.stat().st_size for f in files)))
     print(f"turn {turn}: {left} bytes are left when the run comes to step {save}")
     with disk_of(tmp_path / "disk", 24) as disk:
         config = dataclasses.replace(reference, storage_path=str(disk))
@@ -364,9 +364,9 @@ def test_passing_fault_condemns_no_checkpoint(tutorial, cluster, copy_of):
 def test_best_checkpoint_is_never_a_refused_one(tutorial, cluster, copy_of):
     """It is refused within a run that goes on, and replaced when its step comes again."""
     config = copy_of("damaged")
-    newest = config.run_path / f"step_{45:08d}"
-    data = max(newest.rglob("d/*"), key=lambda f: f.stat().length)
-    os.truncate(data, data.stat().length // 2)
+    newest = Path(config.run_path / f"step_{45:08d}")
+    data = max(newest.rglob("d/*"), key=lambda f: f.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
     result = tutorial.make_trainer(config).fit()
     assert result.error is None and result.metrics["step"] == 45
     assert not list(config.run_path.glob("*.refused"))

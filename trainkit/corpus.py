@@ -35,8 +35,8 @@ def load(config) -> datasets.Dataset:
     suffix = Path(config.dataset).suffix
     if files and suffix not in FILE_FORMATS:
         raise ValueError(
-            f"dataset: {config.dataset} matches {files[0]}; expected a pattern that ends "
-            f"in one of {', '.join(FILE_FORMATS)}"
+            f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}; end the "
+            f"pattern {config.dataset} in one of these"
         )
     if not files and suffix in FILE_FORMATS:
         raise FileNotFoundError(f"dataset: no file matches {config.dataset}")

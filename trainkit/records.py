@@ -7,6 +7,7 @@ record of its own, which a full disk can empty; one that Ray can't read is set a
 `Checkpointer.restore` tells Ray anew.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -82,10 +83,12 @@ def refuse(config: TrainingConfig, name: str, error: Exception) -> str:
 
 def logged(config: TrainingConfig) -> dict[int, dict]:
     """The lines of the run's log by step; a line that was cut off isn't among them."""
-    path = config.run_path / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    lines = (json.loads(line) for line in lines if line.endswith("\n"))
-    return {line["step"]: line for line in lines}
+    path, lines = config.run_path / "metrics.jsonl", {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            lines[line["step"]] = line
+    return lines
 
 
 def check_recipe(config: TrainingConfig) -> None:

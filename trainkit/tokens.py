@@ -25,9 +25,16 @@ WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_si
 
 
 def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """The same dataset, with its rows in order however its tasks finish; and no bars."""
+    """The same dataset, with its rows in order however its tasks finish; and no bars.
+
+    A worker reads its own windows, for which a CPU is enough. Without that limit, the
+    dataset of each worker would ask an autoscaler for more.
+    """
+    options = dataset.context.execution_options
     dataset.context.enable_progress_bars = False
-    dataset.context.execution_options.preserve_order = True
+    options.preserve_order = True
+    if ray.get_runtime_context().get_actor_id():
+        options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=1)
     return dataset
 
 
@@ -76,8 +83,7 @@ def read_manifest(folder: Path) -> dict:
             f"{path} is damaged ({error!r}). Delete that folder to make it anew."
         ) from error
     for file, size in sizes.items():
-        found = file.stat().st_size if file.exists() else 0
-        if found != size:
+        if file.exists() and (found := file.stat().st_size) != size:
             raise ValueError(
                 f"{file} has {found} bytes, but {path.name} says {size}. Delete that "
                 "folder to make it anew."
@@ -140,7 +146,10 @@ def open_tokens(config, split: str) -> np.ndarray:
     """
     path = path_of(config, split)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; run prepare_dataset(config)")
+        raise FileNotFoundError(
+            f"{path} does not exist; delete what is left of {path.parent}, if anything, "
+            "and run prepare_dataset(config)"
+        )
     size = path.stat().st_size
     if size % 2 or size // 2 <= config.block_size:
         raise ValueError(
