@@ -12,6 +12,7 @@ newest whole checkpoint on storage, whatever Ray has on record (`trainkit.record
 
 import contextlib
 import dataclasses
+import glob
 import logging
 import os
 import shutil
@@ -191,7 +192,7 @@ def staging(config: TrainingConfig) -> Path:
 
 def remove_staged(config: TrainingConfig) -> None:
     """Remove what workers of this run, of whatever rank, have left on this node."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{config.run_name}-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(config.run_name)}-*"):
         if folder.name.removeprefix(f"{config.run_name}-").isdecimal():
             shutil.rmtree(folder, ignore_errors=True)
 
