@@ -167,6 +167,7 @@ def test_damaged_checkpoint_is_replaced_when_its_step_comes_again(
     trainkit.records.refuse(config, FIRST, ValueError("DATA_LOSS"))
     assert trainkit.records.saved(config) == []
     monkeypatch.setattr(trainkit.records, "on_record", lambda: {FIRST})
+    checkpointer.recorded = FIRST
     saved = checkpointer.save(jax.tree.map(lambda x: 2 * x, state), 10)
     checkpointer.wait()
     assert saved.checkpoint is None

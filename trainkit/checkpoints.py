@@ -36,7 +36,7 @@ from trainkit.records import saved  # noqa: F401  (the notebook's readers look h
 class Saved(NamedTuple):
     """A checkpoint that is being written, for `ray.train.report`."""
 
-    checkpoint: ray.train.Checkpoint | None  # None: Ray has one of that name on record
+    checkpoint: ray.train.Checkpoint | None  # None: Ray has that name on record
     options: dict[str, Any]  # the other arguments of `report`
 
 
@@ -47,13 +47,14 @@ class Checkpointer:
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
         self.config, self.orbax = config, create_orbax(config)
         self.thread, self.saving = ThreadPoolExecutor(1), None
+        self.recorded = ""  # the latest that Ray had on record when the run went on
         if config.remote:
             remove_staged(config)  # by a worker that was killed
 
     def save(self, state: Any, step: int) -> Saved:
         """Start to write `state`, a pytree of arrays; training goes on meanwhile.
 
-        A damaged checkpoint of the same step is replaced.
+        A checkpoint of the same step, which was damaged, is replaced.
 
         Raises:
             Exception: the save before this one has failed.
@@ -61,21 +62,20 @@ class Checkpointer:
         self.wait()
         config, name = self.config, f"step_{step:08d}"
         stored = records.in_storage(name)
-        replaced = (
-            records.refusal(config, name).exists() and name in records.on_record()
-        )
+        known = name <= self.recorded and name in records.on_record()
         written = Path(stored.path)
         if config.remote:
             written = staging(config) / name
             if jax.process_index() == 0:  # before any worker writes: `orbax.save` waits
-                stored.filesystem.delete_dir_contents(stored.path, missing_dir_ok=True)
+                delete = stored.filesystem.delete_dir_contents
+                storage.patiently(delete, stored.path, missing_dir_ok=True)
         settings = dataclasses.asdict(config)
         save_in_background(
             self.orbax, written, state, custom_metadata=settings, force=True
         )
         self.saving = saving = self.thread.submit(self.finish, written, stored)
         return Saved(
-            None if replaced else stored,
+            None if known else stored,
             {
                 "checkpoint_dir_name": name,
                 "checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC,
@@ -123,11 +123,10 @@ class Checkpointer:
             Exception: it can't be read now, and may be good.
         """
         config = self.config
-        latest = Path(recorded.path).name if recorded else ""
+        self.recorded = latest = Path(recorded.path).name if recorded else ""
         names = storage.patiently(records.saved, config, latest)[:20]
-        names = ray.train.collective.broadcast_from_rank_zero(
-            names
-        )  # all take the same
+        # What the first worker sees counts, in case that others don't see it yet.
+        names = ray.train.collective.broadcast_from_rank_zero(names)
         if not names:
             records.refuse_to_start_over(config)
             return None
@@ -145,7 +144,10 @@ class Checkpointer:
     def load(self, name: str, target: Any) -> Any:
         """The state in a checkpoint, which is downloaded from an object store."""
         with records.in_storage(name).as_directory() as folder:
-            check_shapes(self.orbax, folder, target)
+            found = self.orbax.metadata(folder).item_metadata
+            check_shapes(
+                found.tree if found else {}, target, self.config.run_path / name
+            )
             return read(self.orbax, folder, target)
 
 
@@ -153,17 +155,13 @@ class WrongModel(ValueError):
     """A checkpoint holds other arrays than the model of this run."""
 
 
-def check_shapes(orbax, folder: str, target: Any) -> None:
-    """Compare the arrays in a checkpoint with those of `target`, by name and shape.
+def check_shapes(tree: Any, target: Any, place: Any) -> None:
+    """Compare the arrays that a checkpoint lists with those of `target`, by name and shape.
 
     Raises:
         WrongModel: with the first few that differ.
     """
-    metadata = orbax.metadata(folder).item_metadata
-    found, expected = (
-        array_shapes(metadata.tree if metadata else {}),
-        array_shapes(target),
-    )
+    found, expected = array_shapes(tree), array_shapes(target)
     differing = [
         f"{name}: found {found.get(name)}, expected {expected.get(name)}"
         for name in sorted(found.keys() | expected.keys())
@@ -171,7 +169,7 @@ def check_shapes(orbax, folder: str, target: Any) -> None:
     ]
     if found and differing:  # nothing at all isn't another model but damage
         raise WrongModel(
-            f"{folder} is a checkpoint of another model: {'; '.join(differing[:3])}"
+            f"{place} is a checkpoint of another model: {'; '.join(differing[:3])}"
             f"{' ...' if differing[3:] else ''}. Choose another run_name."
         )
 
