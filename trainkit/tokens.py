@@ -33,7 +33,7 @@ def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
     options = dataset.context.execution_options
     dataset.context.enable_progress_bars = False
     options.preserve_order = True
-    if ray.get_runtime_context().get_actor_id():
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=1)
     return dataset
 
