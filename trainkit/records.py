@@ -148,13 +148,14 @@ def check_record(config: TrainingConfig) -> None:
 
 def flaw(config: TrainingConfig) -> str | None:
     """Why Ray can't use its record of the run's checkpoints; None if it can."""
-    logging.disable(logging.INFO)  # Ray tells at length that there is one
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))  # Ray tells at length that there is one
     try:
         result = ray.train.Result.from_path(str(config.run_path))
     except Exception as error:
         return f"{error!s:.300}"
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     recorded = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
     for name in (path.rpartition("/")[2] for path in recorded):
         if refusal(config, name).exists():
