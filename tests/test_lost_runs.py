@@ -235,6 +235,12 @@ def undisturbed(tutorial, small_factory, write_bins, tmp_path_factory):
     return make
 
 
+def times_of(config, name: str) -> list[int]:
+    """When the files of a checkpoint were written."""
+    files = sorted(Path(config.run_path / name).rglob("*"))
+    return [file.stat().st_mtime_ns for file in files]
+
+
 TURNS = [*range(2), *(pytest.param(n, marks=pytest.mark.extra) for n in range(2, 20))]
 
 
@@ -258,10 +264,12 @@ def test_disk_that_fills_up_while_saving(
             with contextlib.suppress(Exception):  # what it says is tested elsewhere
                 result()
         (disk / "filler").unlink()
-        saved = trainkit.records.saved(config)
-        assert len(saved) >= save // 15 - 1
+        newest = trainkit.records.saved(config)[:1]
+        written = [times_of(config, name) for name in newest]
         assert tutorial.make_trainer(config).fit().error is None
         assert_equal_runs(config, reference)
+        kept = [name for name in newest if (config.run_path / name).exists()]
+        assert [times_of(config, name) for name in kept] == written[: len(kept)]
 
 
 # Faults that pass.
