@@ -130,11 +130,14 @@ def state_of(config) -> list[np.ndarray]:
 
 
 def copy_run(config, copy):
-    """Copy a run's folder to where the other configuration has its own."""
+    """Copy a run's folder to where the other configuration has its own, as if it were its."""
     shutil.copytree(config.run_path, copy.run_path)
     snapshot = copy.run_path / "checkpoint_manager_snapshot.json"
     names = f"/{config.run_name}/", f"/{copy.run_name}/"
     snapshot.write_text(snapshot.read_text().replace(*names))
+    for path in copy.run_path.glob("step_*/_CHECKPOINT_METADATA"):
+        settings = {"custom_metadata": dataclasses.asdict(copy)}
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     return copy
 
 

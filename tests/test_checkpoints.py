@@ -123,25 +123,23 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
     longer = dataclasses.replace(config, max_steps=100)
     assert tutorial.make_trainer(longer).fit().error is None
-    assert newest in (config.run_path / f"{newest}.refused").read_text()
+    assert not list(config.run_path.glob("*.refused"))  # it has been replaced
     assert [line["step"] for line in log_of(config)] == list(range(1, 101))
     saved = trainkit.checkpoints.saved(config)
     assert saved[0] == "step_00000100" and len(saved) <= 3
     assert all(
         np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
     )
-    assert not (config.run_path / newest).exists()
 
 
-def test_checkpoint_of_another_model_is_refused_by_name(tutorial, copy_of):
+def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     config = copy_of("other", n_embd=64, max_failures=0)
     with pytest.raises(
-        ray.train.TrainingFailedError, match="Cannot restore .*step_00000060"
+        ray.train.TrainingFailedError, match="step_00000060 is .* of another model"
     ):
         tutorial.make_trainer(config).fit()
-    note = config.run_path / "step_00000060.refused"
-    assert "step_00000060" in note.read_text()
-    assert "step_00000060" not in trainkit.checkpoints.saved(config)
+    assert not list(config.run_path.glob("*.refused"))
+    assert trainkit.checkpoints.saved(config)[0] == "step_00000060"
 
 
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):

@@ -9,6 +9,8 @@ devices      the mesh of all devices, and batches on it
 workers      resources, environment, the right GPUs, joining
 layers       attention kernels, scanned blocks
 loss         logits and cross-entropy, in parts
+storage      storage that fails for a moment
+records      which checkpoints a run has, and whether it may go on
 checkpoints  save, restore, refuse
 run_log      metrics.jsonl, TensorBoard, MFU, profile
 watch        shared storage, divergence, the watchdog
@@ -19,3 +21,10 @@ huggingface  the trained model out
 Imports point one way, from the lower modules of this list to the upper ones. Nothing here
 imports the notebook: what needs the model takes it as an argument.
 """
+
+import sys
+
+if sys.platform not in ("linux", "darwin"):
+    raise ImportError(
+        f"trainkit runs on Linux and macOS, found {sys.platform!r}. On Windows, use WSL 2."
+    )

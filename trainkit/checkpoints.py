@@ -1,20 +1,21 @@
-"""Save and restore a run's state, and refuse what can't be restored.
+"""Save and restore a run's state, and refuse what is damaged.
 
 A checkpoint holds all that a run needs to go on as if nothing had happened: parameters,
 optimizer state, step, and, as metadata, the configuration. Orbax writes it in the
 background, every worker its own shards. On a file system that all nodes share, the shards
 go straight into the run's folder. For an object store, such as S3, each worker writes its
 shards to a folder of its own, and the folders add up to a whole checkpoint when they are
-uploaded. `ray.train.report` records a checkpoint once all workers are done with it; Ray
-Train then deletes those that are no longer needed, and hands the latest to a run that
-restarts.
+uploaded. `ray.train.report` records a checkpoint once all workers are done with it, and
+Ray Train then deletes those that are no longer needed. A run that restarts takes the
+newest whole checkpoint on storage, whatever Ray has on record (`trainkit.records`).
 """
 
 import contextlib
 import dataclasses
+import glob
 import logging
 import os
-import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,15 +26,17 @@ import jax
 import orbax.checkpoint as ocp
 import pyarrow.fs
 import ray.train
-from etils import epath
+import ray.train.collective
 
+from trainkit import records, storage
 from trainkit.config import TrainingConfig
+from trainkit.records import saved  # noqa: F401  (the notebook's readers look here)
 
 
 class Saved(NamedTuple):
     """A checkpoint that is being written, for `ray.train.report`."""
 
-    checkpoint: ray.train.Checkpoint
+    checkpoint: ray.train.Checkpoint | None  # None: Ray has that name on record
     options: dict[str, Any]  # the other arguments of `report`
 
 
@@ -42,78 +45,165 @@ class Checkpointer:
 
     def __init__(self, config: TrainingConfig):
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
-        self.config = config
-        self.orbax = create_orbax(config)
+        self.config, self.orbax = config, create_orbax(config)
+        self.thread, self.saving = ThreadPoolExecutor(1), None
+        self.recorded = ""  # the latest that Ray had on record when the run went on
+        if config.remote:
+            remove_staged(config)  # by a worker that was killed
 
     def save(self, state: Any, step: int) -> Saved:
-        """Start to write `state`, a pytree of arrays; training goes on meanwhile."""
-        config, name = self.config, new_name(self.config, step)
-        stored, folder = in_storage(name), Path(tempfile.gettempdir())
-        staging = folder / f"{config.run_name}-{jax.process_index()}" / name
-        written = ray.train.Checkpoint(staging) if config.remote else stored
+        """Start to write `state`, a pytree of arrays; training goes on meanwhile.
+
+        A checkpoint of the same step, which was damaged, is replaced.
+
+        Raises:
+            Exception: the save before this one has failed.
+        """
+        self.wait()
+        config, name = self.config, f"step_{step:08d}"
+        stored = records.in_storage(name)
+        known = name <= self.recorded and name in records.on_record()
+        written = Path(stored.path)
+        if config.remote:
+            written = staging(config) / name
+            if jax.process_index() == 0:  # before any worker writes: `orbax.save` waits
+                delete = stored.filesystem.delete_dir_contents
+                storage.patiently(delete, stored.path, missing_dir_ok=True)
         settings = dataclasses.asdict(config)
         save_in_background(
-            self.orbax, written.path, state, custom_metadata=settings, force=True
+            self.orbax, written, state, custom_metadata=settings, force=True
         )
-
-        def finish(written, name):
-            """Called by Ray Train in a thread: return when the checkpoint is whole."""
-            self.orbax.wait_until_finished()
-            if config.remote:
-                pyarrow.fs.copy_files(
-                    written.path,
-                    stored.path,
-                    destination_filesystem=stored.filesystem,
-                    use_threads=False,  # as Ray does: apache/arrow#32372
-                )
-            return stored
-
+        self.saving = saving = self.thread.submit(self.finish, written, stored)
         return Saved(
-            written,
+            None if known else stored,
             {
                 "checkpoint_dir_name": name,
                 "checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC,
-                "checkpoint_upload_fn": finish,
-                "delete_local_checkpoint_after_upload": config.remote,
+                "checkpoint_upload_fn": lambda *_: saving.result(),
+                "delete_local_checkpoint_after_upload": False,
             },
         )
 
-    def wait(self) -> None:
-        """Wait until this worker's part of the last checkpoint is written."""
+    def finish(
+        self, written: Path, stored: ray.train.Checkpoint
+    ) -> ray.train.Checkpoint:
+        """Return when this worker's part of a checkpoint is on storage."""
         self.orbax.wait_until_finished()
+        config, name = self.config, written.name
+        if config.remote:
+            storage.patiently(upload, written, stored)
+            part = jax.process_index(), jax.process_count()
+            storage.patiently(records.mark(config, name, *part).write_text, "")
+            shutil.rmtree(written)
+        if jax.process_index() == 0:
+            records.refusal(config, name).unlink(missing_ok=True)
+        return stored
+
+    def wait(self) -> None:
+        """Wait until this worker's part of the last checkpoint is on storage.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        if self.saving:
+            self.saving.result()
 
     def restore(self, recorded: ray.train.Checkpoint | None, target: Any) -> Any:
-        """The state of the run's latest good checkpoint, or None if it has none.
+        """The state of the run's newest whole checkpoint, or None if it has none.
 
         Args:
-            recorded: what `ray.train.get_checkpoint()` says. A later one was not written
-                by all workers: its steps come again.
+            recorded: what `ray.train.get_checkpoint()` says. Whole checkpoints that are
+                newer are reported to Ray.
             target: a pytree of the state's shapes, dtypes, and shardings.
 
         Raises:
-            RuntimeError: the latest checkpoint is damaged or of another model. It is not
-                tried again: the next start takes the one before it.
+            RuntimeError: the newest checkpoint is damaged. It is not tried again: the
+                next start takes the one before it.
+            ValueError: it is of another model.
+            Exception: it can't be read now, and may be good.
         """
         config = self.config
-        newest = Path(recorded.path).name if recorded else ""
-        names = [name for name in saved(config) if name <= newest]
-        if names:
-            with in_storage(names[0]).as_directory() as folder:
-                try:
-                    state = read(self.orbax, folder, target)
-                except jax.errors.JaxRuntimeError:
-                    raise  # another worker died, say; the checkpoint may be good
-                except Exception as error:
-                    raise RuntimeError(refuse(config, names[0], error)) from error
-            print(f"Going on from {config.run_path / names[0]}")
-            return state
-        if recorded:
-            raise RuntimeError(
-                f"No checkpoint in {config.run_path} can be restored; the files "
-                "step_*.refused say why. Delete these files to try again, or that folder "
-                "to start over."
+        self.recorded = latest = Path(recorded.path).name if recorded else ""
+        names = storage.patiently(records.saved, config, latest)[:20]
+        # What the first worker sees counts, in case that others don't see it yet.
+        names = ray.train.collective.broadcast_from_rank_zero(names)
+        if not names:
+            records.refuse_to_start_over(config)
+            return None
+        try:
+            unless = (jax.errors.JaxRuntimeError, WrongModel)  # or another worker died
+            state = storage.patiently(self.load, names[0], target, unless=unless)
+        except Exception as error:
+            if isinstance(error, unless) or not storage.is_damage(error):
+                raise
+            raise RuntimeError(records.refuse(config, names[0], error)) from error
+        print(f"Going on from {config.run_path / names[0]}")
+        records.report_unrecorded(config, [name for name in names if name > latest])
+        return state
+
+    def load(self, name: str, target: Any) -> Any:
+        """The state in a checkpoint, which is downloaded from an object store."""
+        with records.in_storage(name).as_directory() as folder:
+            found = self.orbax.metadata(folder).item_metadata
+            check_shapes(
+                found.tree if found else {}, target, self.config.run_path / name
             )
-        return None
+            return read(self.orbax, folder, target)
+
+
+class WrongModel(ValueError):
+    """A checkpoint holds other arrays than the model of this run."""
+
+
+def check_shapes(tree: Any, target: Any, place: Any) -> None:
+    """Compare the arrays that a checkpoint lists with those of `target`, by name and shape.
+
+    Raises:
+        WrongModel: with the first few that differ.
+    """
+    found, expected = array_shapes(tree), array_shapes(target)
+    differing = [
+        f"{name}: found {found.get(name)}, expected {expected.get(name)}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if found and differing:  # nothing at all isn't another model but damage
+        raise WrongModel(
+            f"{place} is a checkpoint of another model: {'; '.join(differing[:3])}"
+            f"{' ...' if differing[3:] else ''}. Choose another run_name."
+        )
+
+
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+    }
+
+
+def staging(config: TrainingConfig) -> Path:
+    """Where this worker writes its part of a checkpoint before it is uploaded."""
+    return Path(tempfile.gettempdir(), f"{config.run_name}-{jax.process_index()}")
+
+
+def remove_staged(config: TrainingConfig) -> None:
+    """Remove what workers of this run, of whatever rank, have left on this node."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(config.run_name)}-*"):
+        if folder.name.removeprefix(f"{config.run_name}-").isdecimal():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def upload(folder: Path, checkpoint: ray.train.Checkpoint) -> None:
+    """Copy a folder's files to where `checkpoint` is, in an object store."""
+    pyarrow.fs.copy_files(
+        str(folder),
+        checkpoint.path,
+        destination_filesystem=checkpoint.filesystem,
+        chunk_size=2**26,  # bytes; as Ray does
+        use_threads=False,  # as Ray does: apache/arrow#32372
+    )
 
 
 def create_orbax(config: TrainingConfig) -> ocp.AsyncCheckpointer:
@@ -135,15 +225,18 @@ def create_orbax(config: TrainingConfig) -> ocp.AsyncCheckpointer:
     )
 
 
-def save_in_background(orbax, path: str, state: Any, **options) -> None:
+def save_in_background(orbax, path: str | Path, state: Any, **options) -> None:
     """Write `state` in threads that leave the processor to the training step.
 
-    On Linux, a thread's scheduling policy is its own, and those it starts inherit it.
+    On Linux, a thread's scheduling policy is its own, and those it starts inherit it. An
+    accelerator needs no processor for its steps, and where tasks keep all processors
+    busy, threads that only get what is left would hold up the loop.
     """
 
     def save():
-        with contextlib.suppress(AttributeError, OSError):  # not on every system
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        if jax.default_backend() == "cpu":
+            with contextlib.suppress(AttributeError, OSError):  # not on every system
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         orbax.save(path, args=ocp.args.PyTreeSave(state), **options)
 
     with ThreadPoolExecutor(1) as executor:
@@ -170,58 +263,25 @@ def load_params(
     Args:
         checkpoint: on this machine or in an object store, from where it is downloaded.
         shapes_of: gives the parameters' shapes and dtypes, a pytree, for a configuration.
+
+    Raises:
+        ValueError: it is no checkpoint of this tutorial's.
     """
+    if checkpoint is None:
+        raise ValueError("checkpoint: found None, as of a run that has saved none yet")
     orbax = ocp.PyTreeCheckpointer()
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
-        config = TrainingConfig(**orbax.metadata(folder).custom_metadata)
+        settings = orbax.metadata(folder).custom_metadata
+        if not settings:
+            raise ValueError(
+                f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
+                "that a run has saved, such as step_00001000"
+            )
+        config = TrainingConfig(**settings)
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),
         )
         state = read(orbax, folder, {"params": target}, partial_restore=True)
     return config, state["params"]
-
-
-def in_storage(name: str) -> ray.train.Checkpoint:
-    """The checkpoint of that name in the run's folder, whether it exists or not.
-
-    Ray has no stable call that says where a checkpoint will be: `get_storage` is marked
-    DeveloperAPI, and what it returns may change with Ray's version, which is pinned.
-    """
-    storage = ray.train.get_context().get_storage()
-    path = storage.build_checkpoint_path_from_name(name)
-    return ray.train.Checkpoint(path, storage.storage_filesystem)
-
-
-def saved(config: TrainingConfig) -> list[str]:
-    """The names of the run's good checkpoints, newest first."""
-    names = {path.name for path in config.run_path.glob("step_*")}
-    complete = {name for name in names if re.fullmatch(r"step_\d+(-again)*", name)}
-    return sorted(
-        (n for n in complete if refusal(config, n).name not in names), reverse=True
-    )
-
-
-def new_name(config: TrainingConfig, step: int) -> str:
-    """A name for the checkpoint of `step` that no refused one has."""
-    name = f"step_{step:08d}"
-    while refusal(config, name).exists():  # Ray still has that one on record
-        name += "-again"
-    return name
-
-
-def refusal(config: TrainingConfig, name: str) -> epath.Path:
-    """The note that keeps a checkpoint from being used."""
-    return config.run_path / f"{name}.refused"
-
-
-def refuse(config: TrainingConfig, name: str, error: Exception) -> str:
-    """Keep a checkpoint from being used again; return a message that says so."""
-    note = refusal(config, name)
-    message = f"Cannot restore {config.run_path / name}: {error}"
-    note.write_text(message)
-    return (
-        f"{message}\nThe next start takes the checkpoint before it. To try this one "
-        f"again, delete {note}."
-    )

@@ -4,6 +4,8 @@ Each function raises a ValueError that names the fields, what they hold, and wha
 `config` is a `trainkit.config.TrainingConfig` throughout.
 """
 
+import re
+
 # https://cloud.google.com/tpu/docs/v6e and v5e; other generations are left to Ray.
 SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
@@ -31,6 +33,23 @@ def check_fields(config) -> None:
         size, parts = getattr(config, name), getattr(config, divisor)
         if size % parts:
             raise ValueError(f"{name} ({size}) is no multiple of {divisor} ({parts})")
+    fewest, most = config.worker_range
+    first, last = config.profile_steps or (0, 1)
+    if fewest > most:
+        raise ValueError(
+            f"num_workers: expected the fewest and then the most, as in [{most}, "
+            f"{fewest}]; found [{fewest}, {most}]"
+        )
+    if first >= last:
+        raise ValueError(
+            f"profile_steps: expected two steps, the second after the first, as in "
+            f"[10, 13]; found [{first}, {last}]"
+        )
+    if config.remote and not re.fullmatch(r"(s3|gs)://[^/]+.*", config.storage_path):
+        raise ValueError(
+            f"storage_path ({config.storage_path}): expected a folder, or an object store "
+            "as in s3://bucket/runs or gs://bucket/runs"
+        )
     if config.profile_steps and config.remote:
         raise ValueError("profile_steps: the profiler can't write to an object store")
     if "://" in config.data_dir:

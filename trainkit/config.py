@@ -21,9 +21,12 @@ from pydantic.dataclasses import dataclass
 
 from trainkit import checks, pretrained
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
+Topology = Annotated[str, Field(pattern=r"^[1-9]\d*(x[1-9]\d*)+$")]
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -31,7 +34,7 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 class ModelConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
-    vocab_size: PositiveInt = 50_257
+    vocab_size: Annotated[int, Field(gt=0, le=2**16)] = 50_257  # tokens are uint16
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
     n_head: PositiveInt = 12
@@ -52,15 +55,15 @@ class ModelConfig:
 class RecipeConfig(ModelConfig):
     """The data and the optimizer. Together with the model, they decide the result."""
 
-    dataset: str = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
+    dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
-    init_from: str = "scratch"  # or a Hugging Face GPT-2: hub name or folder
+    init_from: Text = "scratch"  # or a Hugging Face GPT-2: hub name or folder
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: Positive = 6e-4
     min_learning_rate: Positive = 6e-5
     warmup_steps: PositiveInt = 2_000
     decay_steps: PositiveInt = 600_000
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NotNegative = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     grad_clip: Positive = 1.0  # global norm
@@ -80,7 +83,7 @@ class MachineConfig:
     num_workers: PositiveInt | Range = 1  # processes; elastic if a range: [2, 4]
     devices_per_worker: PositiveInt = 1  # GPUs, TPU chips, or simulated CPU devices
     cpus_per_worker: Positive = 1.0
-    topology: str | None = None  # TPU slice, such as "4x4"
+    topology: Topology | None = None  # TPU slice, such as "4x4"
     accelerator_type: str | None = None  # TPU generation, such as "TPU-V6E"
     autoscaling: bool = False  # True: the cluster adds missing machines by itself
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a batch
@@ -121,11 +124,13 @@ class TrainingConfig(RecipeConfig, MachineConfig):
     eval_interval: PositiveInt = 1_000  # steps; each evaluation saves a checkpoint
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
-    stall_timeout_s: Positive = 1_800.0  # a step that takes longer ends its worker
+    stall_timeout_s: Annotated[float, Field(gt=0, le=1e9)] = (
+        1_800.0  # a step that takes longer ends its worker
+    )
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
-    run_name: str = "gpt2"
-    data_dir: str = "data"  # on storage that all nodes share, as the next one
-    storage_path: str = "runs"  # may be remote, such as s3://my-bucket/runs
+    run_name: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] = "gpt2"
+    data_dir: Text = "data"  # on storage that all nodes share, as the next one
+    storage_path: Text = "runs"  # may be remote, such as s3://my-bucket/runs
 
     @property
     def run_path(self) -> epath.Path:
@@ -161,13 +166,13 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     the shape of the model.
 
     Raises:
-        ValueError: a key is unknown, has the wrong type, or contradicts another.
+        ValueError: a key is unknown, is given twice, has the wrong type, or contradicts
+            another.
+        yaml.YAMLError: the file is no YAML.
     """
-    values = yaml.safe_load(Path(path).read_text()) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected `key: value` lines, found {values!r:.60}")
-    values |= changes
-    if (source := values.get("init_from", "scratch")) != "scratch":
+    values = read_yaml(path) | changes
+    source = values.get("init_from", "scratch")
+    if isinstance(source, str) and source not in ("scratch", ""):
         source = absolute(source) if Path(source).is_dir() else source
         shape = pretrained.shape(source)
         if values | shape != shape | values:
@@ -176,12 +181,42 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
             )
         values |= {"init_from": source} | shape
     try:
-        for key in {"data_dir", "storage_path"} & values.keys():
-            values[key] = absolute(values[key])
+        for key in ("data_dir", "storage_path"):
+            if isinstance(values.get(key), str) and values[key]:
+                values[key] = absolute(values[key])
         places = default_places(path, TrainingConfig(**values))
         return TrainingConfig(**(places | values))
     except (TypeError, ValidationError) as error:
         raise ValueError(f"{path} is not a valid configuration.\n{error}") from None
+
+
+def read_yaml(path: str | Path) -> dict:
+    """The keys and values of a YAML file.
+
+    Raises:
+        ValueError, yaml.YAMLError: with the file, the line, and what is wrong there.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:  # so that errors name it
+            loader = yaml.SafeLoader(file)
+            node = loader.get_single_node()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text file: {error}") from error
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        found = f"{node.value!r:.60}" if isinstance(node.value, str) else "a list"
+        raise ValueError(f"{path}: expected `key: value` lines, found {found}")
+    lines = {}
+    for key, _ in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines:
+            raise ValueError(
+                f"{path}, line {line}: {name} is given a second time, after line "
+                f"{lines[name]}; keep one of the two"
+            )
+        lines[name] = line
+    return loader.construct_document(node)
 
 
 def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The documents that a run learns from: on the Hugging Face hub, in files, or built in."""
 
 import glob
+import json
 import math
 import os
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import pyarrow.parquet
 
 FILE_FORMATS = {
     ".txt": ("text", {"sample_by": "document"}),  # one document a file
@@ -32,14 +34,20 @@ def load(config) -> datasets.Dataset:
     files = sorted(glob.glob(config.dataset))
     suffix = Path(config.dataset).suffix
     if files and suffix not in FILE_FORMATS:
-        raise ValueError(f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}")
+        raise ValueError(
+            f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}; end the "
+            f"pattern {config.dataset} in one of these"
+        )
     if not files and suffix in FILE_FORMATS:
         raise FileNotFoundError(f"dataset: no file matches {config.dataset}")
     cache = f"{config.data_dir}-download"  # where every node sees it
     load_dataset = partial(datasets.load_dataset, split="train", cache_dir=cache)
     if files:
         builder, options = FILE_FORMATS[suffix]
-        documents = load_dataset(builder, data_files=files, **options)
+        try:
+            documents = load_dataset(builder, data_files=files, **options)
+        except Exception as error:
+            raise ValueError(f"dataset: {flaw(files) or error}") from error
     else:
         documents = load_from_hub(load_dataset, config)
     if "text" not in documents.column_names:
@@ -47,16 +55,44 @@ def load(config) -> datasets.Dataset:
             f"dataset: {config.dataset} has the columns {documents.column_names}, "
             "but training needs one named 'text'"
         )
+    if documents.features["text"].dtype not in ("string", "large_string"):
+        raise ValueError(
+            f"dataset: the column 'text' of {config.dataset} holds "
+            f"{documents.features['text'].dtype}, expected strings"
+        )
     if empty := documents.data.column("text").null_count:
         raise ValueError(f"dataset: {empty} documents in {config.dataset} have no text")
     return documents
+
+
+def flaw(files: list[str]) -> str | None:
+    """The first of `files` that can't be read, with the place and what is wrong there."""
+    for file in files:
+        try:
+            if file.endswith(".parquet"):
+                pyarrow.parquet.read_table(file)
+                continue
+            text = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            return f"{file} is no UTF-8 text at byte {error.start}; expected plain text"
+        except (OSError, pyarrow.ArrowException) as error:
+            return f"{file} can't be read: {error}. Make it anew, or leave it out"
+        if file.endswith(".jsonl"):
+            for number, line in enumerate(text.splitlines(), 1):
+                try:
+                    json.loads(line or "{}")
+                except json.JSONDecodeError as error:
+                    return (
+                        f"{file}, line {number}: expected a JSON object, found {error}"
+                    )
+    return None
 
 
 def load_from_hub(load_dataset, config) -> datasets.Dataset:
     """A dataset of the Hugging Face hub, or an error that says what else to do."""
     try:
         return load_dataset(config.dataset)
-    except (ConnectionError, FileNotFoundError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConnectionError(
             f"dataset: cannot load {config.dataset!r} from the Hugging Face hub "
             f"({error}). Check the name and the network, set `dataset` "
@@ -86,7 +122,7 @@ def count_blocks(documents: datasets.Dataset) -> int:
     """Into how many tasks to divide `documents`, so that each has some 8 MB of text."""
     table = documents.data  # of which `documents` may be a part
     size = table.nbytes * len(documents) / table.num_rows
-    return min(math.ceil(size / 2**23), len(documents))
+    return max(1, min(math.ceil(size / 2**23), len(documents)))
 
 
 def describe(config) -> dict:

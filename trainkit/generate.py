@@ -5,6 +5,7 @@ the whole loop is one compiled program. The model is any NNX module with a `conf
 called as `model(tokens, caches=..., position=...)` and returns logits.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -17,7 +18,13 @@ from trainkit.config import ModelConfig
 
 
 def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
-    """Each prompt with its continuation; `options` go to `generate_tokens`."""
+    """Each prompt with its continuation; `options` go to `generate_tokens`.
+
+    Raises:
+        ValueError: as `generate_tokens` says.
+    """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
     tokenizer = tiktoken.get_encoding("gpt2")
     tokens = generate_tokens(
         model, [tokenizer.encode_ordinary(p) for p in prompts], **options
@@ -42,8 +49,15 @@ def generate_tokens(
         top_k: the number of likeliest tokens to choose among.
 
     Raises:
-        ValueError: a prompt is empty, has an unknown token, or there is no room.
+        ValueError: there is no prompt, one is empty or has an unknown token, there is no
+            room, or an option is out of its range.
     """
+    if not prompts:
+        raise ValueError("prompts: expected at least one, found none")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature ({temperature}) must be 0 or a positive number")
+    if top_k != int(top_k) or top_k < 1:
+        raise ValueError(f"top_k ({top_k}) must be a whole number from 1 on")
     config = model.config
     room = config.block_size - max_new_tokens
     if not 1 <= room < config.block_size:

@@ -36,23 +36,35 @@ def folder(name: str) -> Path:
 
     Raises:
         FileNotFoundError: `name` is an absolute path, and nothing is there.
+        ConnectionError: the hub doesn't have it, or can't be reached.
     """
     if Path(name).is_dir():
         return Path(name)
     if os.path.isabs(name):
         raise FileNotFoundError(f"init_from: there is no folder {name} on this node")
-    return Path(
-        snapshot_download(name, allow_patterns=["config.json", "*.safetensors"])
-    )
+    try:
+        files = ["config.json", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"init_from: cannot get {name!r} from the Hugging Face hub ({error}). Check the "
+            "name and the network, or name a folder that all nodes share."
+        ) from error
 
 
 def shape(name: str) -> dict[str, int]:
     """The `ModelConfig` fields of a Hugging Face GPT-2.
 
     Raises:
-        ValueError: it is another kind of model.
+        ValueError: it is another kind of model, or its config.json is damaged.
     """
-    theirs = json.loads((folder(name) / "config.json").read_text())
+    path = folder(name) / "config.json"
+    try:
+        theirs = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"init_from: {path} can't be read as JSON ({error})"
+        ) from error
     missing = [key for key in SIZES.values() if key not in theirs]
     if missing:
         raise ValueError(f"init_from: {name}/config.json has no {', '.join(missing)}")

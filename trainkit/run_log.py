@@ -13,18 +13,27 @@ import time
 import jax
 from ray.experimental import tqdm_ray
 
-from trainkit import watch
+from trainkit import records, storage, watch
 from trainkit.config import ModelConfig, TrainingConfig
 
-PEAK_FLOPS = {  # dense bfloat16 FLOP/s a device, from the vendors' data sheets
+# Dense bfloat16 FLOP/s a device, from the vendors' data sheets. A name's first match counts.
+PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2_250e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
+
+
+SECONDS_BETWEEN_OBJECTS = 10
 
 
 class RunLog:
@@ -90,37 +99,49 @@ class LogFile:
     """The run's metrics.jsonl, and the same numbers for TensorBoard.
 
     A run that starts again may repeat a few steps. What the log says about them is
-    dropped, so each step is in it once.
+    dropped, so each step is in it once. An object in a store can't grow: it is written
+    anew, with all lines, at each evaluation and every few seconds in between.
     """
 
     def __init__(self, config: TrainingConfig, step: int):
         self.path, self.remote = config.run_path / "metrics.jsonl", config.remote
-        self.text, self.board = "", None
-        if self.path.exists():
-            lines = self.path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= step]
-            self.text = "".join(kept)
+        self.board, self.written = None, time.monotonic()
+        lines = storage.patiently(records.logged, config)
+        kept = [json.dumps(lines[n]) + "\n" for n in sorted(lines) if n <= step]
+        self.text = "".join(kept)
+        if lines:
             new = self.path.with_suffix(".new")
             new.write_text(self.text)
             new.replace(self.path)
         if not self.remote:
             from tensorboardX import SummaryWriter  # slow: it imports PyTorch if it can
 
-            folder = str(config.run_path / "tensorboard")
-            self.board = SummaryWriter(folder, purge_step=step + 1, flush_secs=1)
+            # The queue has no end: once a full disk has ended the thread that empties it,
+            # one with an end would hold up the run.
+            options = {"purge_step": step + 1, "flush_secs": 1, "max_queue": 0}
+            self.board = SummaryWriter(str(config.run_path / "tensorboard"), **options)
 
     def append(self, line: dict) -> None:
         """Add a line: a step and its numbers."""
         text = json.dumps(line) + "\n"
         self.text += text
-        if self.remote:  # an object cannot grow
-            self.path.write_text(self.text)
+        if self.remote:
+            waited = time.monotonic() - self.written
+            if "val_loss" in line or waited >= SECONDS_BETWEEN_OBJECTS:
+                self.write_object()
             return
         with self.path.open("a") as file:
             file.write(text)
         for name, value in line.items():
             self.board.add_scalar(name, value, line["step"])
+
+    def write_object(self) -> None:
+        """Write all lines; if that fails, the run goes on, and the next time counts."""
+        try:
+            storage.patiently(self.path.write_text, self.text)
+        except Exception as error:
+            print(f"Cannot write {self.path} now, but later with more lines: {error}")
+        self.written = time.monotonic()
 
 
 def format_line(line: dict) -> str:

@@ -25,9 +25,16 @@ WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_si
 
 
 def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """The same dataset, with its rows in order however its tasks finish; and no bars."""
+    """The same dataset, with its rows in order however its tasks finish; and no bars.
+
+    A worker reads its own windows, for which a CPU is enough. Without that limit, the
+    dataset of each worker would ask an autoscaler for more.
+    """
+    options = dataset.context.execution_options
     dataset.context.enable_progress_bars = False
-    dataset.context.execution_options.preserve_order = True
+    options.preserve_order = True
+    if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+        options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=1)
     return dataset
 
 
@@ -36,11 +43,11 @@ def existing(config, source: dict) -> dict | None:
 
     Raises:
         FileExistsError: the folder holds tokens of another source, or other files.
-        ValueError: the folder can't be replaced.
+        ValueError: a file there is damaged, or the folder can't be replaced.
     """
     folder = Path(config.data_dir)
     if (folder / "manifest.json").exists():
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_manifest(folder)
         # If the text files are gone, their tokens are still good.
         if manifest["source"] | source != manifest["source"]:
             raise FileExistsError(
@@ -58,6 +65,30 @@ def existing(config, source: dict) -> dict | None:
     if folder.is_mount():
         raise ValueError(f"data_dir: {folder} is a mounted disk; choose a folder in it")
     return None
+
+
+def read_manifest(folder: Path) -> dict:
+    """What `write_manifest` wrote.
+
+    Raises:
+        ValueError: it is damaged, or a token file isn't as long as it says.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        sizes = {folder / f"{k}.bin": 2 * n for k, n in manifest["tokens"].items()}
+        manifest["source"].items()
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}). Delete that folder to make it anew."
+        ) from error
+    for file, size in sizes.items():
+        if file.exists() and (found := file.stat().st_size) != size:
+            raise ValueError(
+                f"{file} has {found} bytes, but {path.name} says {size}. Delete that "
+                "folder to make it anew."
+            )
+    return manifest
 
 
 @contextlib.contextmanager
@@ -115,7 +146,10 @@ def open_tokens(config, split: str) -> np.ndarray:
     """
     path = path_of(config, split)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; run prepare_dataset(config)")
+        raise FileNotFoundError(
+            f"{path} does not exist; delete what is left of {path.parent}, if anything, "
+            "and run prepare_dataset(config)"
+        )
     size = path.stat().st_size
     if size % 2 or size // 2 <= config.block_size:
         raise ValueError(

@@ -1,14 +1,13 @@
 """What Ray can't see: storage that isn't shared, a loss that is no number, a hanging worker."""
 
+import faulthandler
 import math
-import os
-import signal
-import threading
+import sys
 
 import ray
 from etils import epath
 
-from trainkit import checkpoints
+from trainkit import records
 from trainkit.config import TrainingConfig
 
 
@@ -22,13 +21,18 @@ def storage_probe(config: TrainingConfig) -> tuple[epath.Path, str]:
 
 
 def check_before_start(config: TrainingConfig) -> None:
-    """Refuse a run that can't be kept, or that has diverged before.
+    """Refuse a run that can't be kept, that has diverged before, or that is another one.
+
+    Ray's record of the run's checkpoints is set aside if Ray couldn't start with it.
 
     Raises:
-        OSError, FloatingPointError: as the two functions below say.
+        OSError, FloatingPointError: as `check_storage` and `refuse_diverged` say.
+        ValueError: as `records.check_recipe` says.
     """
     check_storage(config)
     refuse_diverged(config)
+    records.check_recipe(config)
+    records.check_record(config)
 
 
 def check_storage(config: TrainingConfig) -> None:
@@ -81,7 +85,7 @@ def diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
         if 0 < in_a_row <= config.max_skipped_steps:
             print(f"step {step}: skipped, {values}")
             continue
-        last = next(iter(checkpoints.saved(config)), "none yet")
+        last = next(iter(records.saved(config)), "none yet")
         message = f"Diverged at step {step}: {values}. Last good checkpoint: {last}."
         (config.run_path / "diverged.txt").write_text(message)
         return True
@@ -99,30 +103,22 @@ def refuse_diverged(config: TrainingConfig) -> None:
         raise FloatingPointError(f"{note.read_text()} To try again, delete {note}.")
 
 
-class Watchdog(threading.Thread):
-    """Ends this process when `beat` isn't called for `seconds`.
+class Watchdog:
+    """Ends this process when `beat` isn't called for `seconds`, and says where it hung.
 
     A worker that hangs, on a stuck disk or network, makes all the others wait for it
-    forever. Once it has ended, Ray starts the group again.
+    forever. Once it has ended, Ray starts the group again. `faulthandler` waits in a thread
+    of C, so it ends the process even while other code of C holds the interpreter's lock.
     """
 
     def __init__(self, seconds: float):
-        super().__init__(daemon=True)
-        self.seconds, self.step, self.alive = seconds, 0, threading.Event()
-        self.start()
+        self.seconds = seconds
+        self.beat(0)
 
     def beat(self, step: int) -> None:
         """Say that `step` is done."""
-        self.step = step
-        self.alive.set()
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
 
     def stop(self) -> None:
         """Watch no longer."""
-        self.seconds = None  # wait without end
-        self.alive.set()
-
-    def run(self) -> None:
-        while self.alive.wait(self.seconds):
-            self.alive.clear()
-        print(f"Watchdog: no progress for {self.seconds:g} s after step {self.step}")
-        os.kill(os.getpid(), signal.SIGKILL)
+        faulthandler.cancel_dump_traceback_later()

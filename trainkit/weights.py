@@ -7,6 +7,7 @@ GPT-2's parameters have the names that Hugging Face gives them, except that it c
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from trainkit import pretrained
@@ -19,12 +20,21 @@ def load(config: TrainingConfig, params: nnx.State) -> nnx.State:
     Every worker reads the whole file, and each of its devices takes its part.
 
     Raises:
-        ValueError: a tensor is missing or has another shape.
+        FileNotFoundError, ValueError: a file is missing or damaged, or a tensor is missing
+            or has another shape.
     """
     folder = pretrained.folder(config.init_from)
     tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"init_from: {folder} holds no *.safetensors file")
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except SafetensorError as error:
+            raise ValueError(
+                f"init_from: {file} can't be read ({error}); it may be cut off. Get it anew."
+            ) from error
     tensors = {
         name.removeprefix("transformer."): value for name, value in tensors.items()
     }

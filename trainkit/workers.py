@@ -1,7 +1,9 @@
 """What a worker needs: resources, environment variables, its own GPUs, and the others."""
 
 import dataclasses
+import glob
 import os
+import re
 import zlib
 
 import jax
@@ -62,18 +64,38 @@ def environment(config: TrainingConfig) -> dict[str, str]:
     variables = {
         "JAX_PLATFORMS": PLATFORMS[config.platform],
         "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts; the first worker writes it
-        "FSSPEC_S3": '{"use_listings_cache": false}',  # others write there too
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
+    flags = os.environ.get("XLA_FLAGS", "")  # yours
     if config.platform == "cpu":
-        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
-        variables["XLA_FLAGS"] = count
+        flags += f" --xla_force_host_platform_device_count={config.devices_per_worker}"
+    if flags:
+        variables["XLA_FLAGS"] = flags.strip()
     if config.platform == "gpu":
-        # The CUDA libraries that jax brings, not the image's; GKE keeps its driver there.
-        variables["LD_LIBRARY_PATH"] = "/usr/local/nvidia/lib64"
+        variables["LD_LIBRARY_PATH"] = library_path(
+            os.environ.get("LD_LIBRARY_PATH", "")
+        )
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
     return variables
+
+
+def library_path(path: str) -> str:
+    """`path`, an LD_LIBRARY_PATH, less the folders that hold CUDA libraries of the image.
+
+    They would take the place of those that JAX brings. Others stay, such as the folders
+    where AWS and Google keep NCCL's plugins for their networks.
+    """
+
+    def holds_cuda(folder: str) -> bool:
+        of_toolkit = re.search(r"/cuda(-[\d.]+)?(/targets/[^/]+)?/lib(64)?/?$", folder)
+        return bool(of_toolkit) or any(
+            glob.glob(f"{glob.escape(folder)}/lib{name}*.so*")
+            for name in ("cudart", "cublas", "cudnn")
+        )
+
+    kept = [folder for folder in path.split(":") if folder and not holds_cuda(folder)]
+    return ":".join([*kept, "/usr/local/nvidia/lib64"])  # where GKE keeps its driver
 
 
 def own_gpus() -> None:

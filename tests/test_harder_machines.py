@@ -1,0 +1,347 @@
+"""What only some machines have: buckets, plugins, full processors, nodes that go away."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import fsspec
+import jax
+import numpy as np
+import pytest
+import ray.data
+import ray.train
+from accidents import assert_equal_runs, in_the_background, last_step, lose, wait_for
+from conftest import read_arrays, start_ray, stop_ray
+from ray.cluster_utils import Cluster
+
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.records
+import trainkit.run_log
+import trainkit.storage
+import trainkit.tokens
+import trainkit.workers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# Libraries and flags.
+
+
+def test_plugins_of_the_network_stay_and_the_images_cuda_goes(
+    small, tmp_path, monkeypatch
+):
+    files = {
+        "cuda/libcudart.so.12": False,
+        "dnn/libcudnn.so.9": False,
+        "ofi-nccl/libnccl-net.so": True,
+        "gib/libnccl-net_internal.so": True,
+        "empty/nothing": True,
+    }
+    folders = []
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.touch()
+        folders.append(str(path.parent))
+    not_here = [
+        "/usr/local/cuda-12.9/lib64",
+        "/usr/local/cuda/targets/x86_64-linux/lib",
+    ]
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join([*folders, "", *not_here]))
+    variables = trainkit.workers.environment(small(platform="gpu"))
+    kept = [f for f, stays in zip(folders, files.values()) if stays]
+    assert variables["LD_LIBRARY_PATH"].split(":") == [*kept, "/usr/local/nvidia/lib64"]
+
+
+def test_your_xla_flags_stay(small, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=there")
+    cpu = trainkit.workers.environment(small(devices_per_worker=4))["XLA_FLAGS"]
+    assert cpu == "--xla_dump_to=there --xla_force_host_platform_device_count=4"
+    gpu = trainkit.workers.environment(small(platform="gpu"))["XLA_FLAGS"]
+    assert gpu == "--xla_dump_to=there"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert "XLA_FLAGS" not in trainkit.workers.environment(small(platform="gpu"))
+
+
+@pytest.mark.parametrize(
+    "kind, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2_250e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+    ],
+)
+def test_peak_of_a_device(small, monkeypatch, kind, peak):
+    monkeypatch.setattr(
+        jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)]
+    )
+    config, n_params = small(), 1_000
+    flops = trainkit.run_log.flops_per_token(config, n_params)
+    found = trainkit.run_log.peak_tokens_per_s(config, n_params)
+    assert found == pytest.approx(peak * jax.device_count() / flops)
+
+
+def test_windows_is_refused_in_a_sentence():
+    script = "import sys; sys.platform = 'win32'; import trainkit"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "runs on Linux and macOS, found 'win32'" in result.stderr
+
+
+def test_each_workers_windows_ask_for_one_cpu(cluster):
+    """And the driver's tokenizing for all there are."""
+
+    def limit() -> float:
+        dataset = trainkit.tokens.in_order(ray.data.range(4))
+        return dataset.context.execution_options.resource_limits.cpu
+
+    class Worker:
+        def limit(self):
+            return limit()
+
+    worker = ray.remote(num_cpus=0)(Worker).remote()
+    assert ray.get(worker.limit.remote()) == 1
+    assert limit() == float("inf")
+
+
+# Threads that write checkpoints.
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_only_a_cpu_saves_at_idle_priority(small, tmp_path, monkeypatch, backend):
+    """Elsewhere, tasks that fill the node would hold up the loop."""
+    config = small()
+    orbax = trainkit.checkpoints.create_orbax(config)
+    policies, save = [], orbax.save
+
+    def noting_save(*arguments, **options):
+        policies.append(os.sched_getscheduler(0))
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(orbax, "save", noting_save)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    state = {"kernel": np.ones(8)}
+    trainkit.checkpoints.save_in_background(orbax, tmp_path / "step", state)
+    orbax.wait_until_finished()
+    assert policies == [os.SCHED_IDLE if backend == "cpu" else os.SCHED_OTHER]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+# An object store, played by a folder: each worker stages its part and uploads it.
+
+
+@pytest.fixture
+def bucket(small, monkeypatch, tmp_path):
+    """A configuration whose storage counts as an object store."""
+
+    def in_storage(name):
+        return ray.train.Checkpoint(str(config.run_path / name))
+
+    config = small()
+    config.run_path.mkdir(parents=True)
+    monkeypatch.setattr(trainkit.config.TrainingConfig, "remote", True)
+    monkeypatch.setattr(trainkit.records, "in_storage", in_storage)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return config
+
+
+STATE = {"kernel": np.ones((8, 8), np.float32)}
+
+
+def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket):
+    checkpointer = trainkit.checkpoints.Checkpointer(bucket)
+    checkpointer.save(STATE, 10)
+    checkpointer.wait()
+    assert trainkit.records.saved(bucket) == ["step_00000010"]
+    assert list(Path(tempfile.tempdir).glob("*/step_*")) == []
+    (kernel,) = read_arrays(bucket.run_path / "step_00000010")
+    np.testing.assert_array_equal(kernel, STATE["kernel"])
+
+    name = "step_00000020"
+    (bucket.run_path / name).mkdir()
+    trainkit.records.mark(bucket, name, 0, 2).write_text("")
+    trainkit.records.mark(bucket, name, 0, 1).with_name("part-1-of-3").write_text("")
+    assert trainkit.records.saved(bucket) == ["step_00000010"]
+    # One that Ray has on record is whole, as runs of older versions left them.
+    assert trainkit.records.saved(bucket, name)[0] == name
+    trainkit.records.mark(bucket, name, 1, 2).write_text("")
+    assert trainkit.records.saved(bucket)[0] == name
+
+
+def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket):
+    left = bucket.run_path / "step_00000010" / "left"
+    left.parent.mkdir()
+    left.write_text("of a worker that was killed")
+    trainkit.records.mark(bucket, "step_00000010", 1, 2).write_text("")
+    checkpointer = trainkit.checkpoints.Checkpointer(bucket)
+    checkpointer.save(STATE, 10)
+    checkpointer.wait()
+    marks = [path.name for path in left.parent.glob("part-*")]
+    assert not left.exists() and marks == ["part-0-of-1"]
+
+
+def test_upload_is_tried_again(bucket, monkeypatch, capsys):
+    monkeypatch.setattr(trainkit.storage.time, "sleep", lambda seconds: None)
+    copy, attempts = trainkit.checkpoints.upload, []
+
+    def upload(*arguments):
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise OSError("AWS Error SLOW_DOWN")
+        copy(*arguments)
+
+    monkeypatch.setattr(trainkit.checkpoints, "upload", upload)
+    checkpointer = trainkit.checkpoints.Checkpointer(bucket)
+    checkpointer.save(STATE, 10)
+    checkpointer.wait()
+    assert trainkit.records.saved(bucket) == ["step_00000010"]
+    assert "SLOW_DOWN" in capsys.readouterr().out
+
+
+def test_wait_waits_for_the_upload(bucket, monkeypatch):
+    """So that the watchdog covers it, after the last step, too."""
+    monkeypatch.setattr(trainkit.storage, "PAUSES", ())
+
+    def upload(*_):
+        raise OSError("gone")
+
+    monkeypatch.setattr(trainkit.checkpoints, "upload", upload)
+    checkpointer = trainkit.checkpoints.Checkpointer(bucket)
+    checkpointer.save(STATE, 10)
+    with pytest.raises(OSError, match="gone"):
+        checkpointer.wait()
+
+
+def test_what_a_killed_worker_staged_is_removed(bucket):
+    folders = {f"{bucket.run_name}-{end}": end.isdecimal() for end in ("0", "7", "b-1")}
+    for name in folders:
+        (Path(tempfile.tempdir) / name / "step_00000010").mkdir(parents=True)
+    trainkit.checkpoints.Checkpointer(bucket)
+    for name, goes in folders.items():
+        assert (Path(tempfile.tempdir) / name).exists() != goes
+
+
+def test_record_of_an_older_version_leaves_marks(bucket):
+    """Its checkpoints in an object store have none, so the record says what is whole."""
+    for step in (10, 20):
+        folder = bucket.run_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "_METADATA").write_text("{}")
+    named = [{"checkpoint_dir_name": f"step_{step:08d}"} for step in (10, 30)]
+    record = bucket.run_path / "checkpoint_manager_snapshot.json"
+    record.write_text(json.dumps({"checkpoint_results": named}))
+    trainkit.records.check_record(bucket)
+    assert not record.exists()
+    assert trainkit.records.saved(bucket) == ["step_00000010"]
+
+
+def test_listings_of_buckets_are_not_kept():
+    for protocol in ("s3", "gs", "gcs"):
+        assert fsspec.config.conf[protocol]["use_listings_cache"] is False
+
+
+class Object:
+    """An object that can't be written for a while."""
+
+    def __init__(self):
+        self.texts, self.fails = [], False
+
+    def write_text(self, text: str) -> None:
+        if self.fails:
+            raise OSError("AWS Error SERVICE_UNAVAILABLE")
+        self.texts.append(text)
+
+
+def test_log_in_a_bucket(bucket, monkeypatch, capsys):
+    """Written at intervals and at evaluations; what fails comes with the next lines."""
+    now = [0.0]
+    monkeypatch.setattr(trainkit.storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(trainkit.run_log.time, "monotonic", lambda: now[0])
+    log = trainkit.run_log.LogFile(bucket, 0)
+    log.path = file = Object()
+
+    def steps() -> list[int]:
+        return [json.loads(line)["step"] for line in file.texts[-1].splitlines()]
+
+    for step in range(1, 8):
+        log.append({"step": step})
+    assert not file.texts
+    log.append({"step": 8, "val_loss": 1.0})
+    assert steps() == list(range(1, 9)) and len(file.texts) == 1
+    file.fails, now[0] = True, 11.0
+    log.append({"step": 9})
+    assert "Cannot write" in capsys.readouterr().out and len(file.texts) == 1
+    file.fails, now[0] = False, 22.0
+    log.append({"step": 10})
+    assert steps() == list(range(1, 11)) and len(file.texts) == 2
+
+
+def test_lines_of_the_log_that_cannot_be_read_are_dropped(small):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    path = config.run_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1}\n\0\0\0\n{"step": 2}\n[]\n{"step": 3}\n{"step": 4, "lo'
+    )
+    trainkit.run_log.LogFile(config, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+# A node that goes away while a checkpoint is written.
+
+
+@pytest.fixture
+def three_nodes():
+    """Room for a worker and its data tasks on each; one is to spare."""
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    start_ray(cluster.address)  # on the head, which stays
+    for _ in range(2):
+        cluster.add_node(num_cpus=3)
+    cluster.wait_for_nodes()
+    yield cluster
+    stop_ray()
+    cluster.shutdown()
+
+
+def loop_that_notes_its_node(tutorial, config):
+    train_loop, folder = tutorial.train_loop_per_worker, config.run_path
+
+    def loop(settings):
+        rank = ray.train.get_context().get_world_rank()
+        node = ray.get_runtime_context().get_node_id()
+        (folder / f"node-{rank}").write_text(node)
+        train_loop(settings)
+
+    return loop
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_node_is_lost_while_a_checkpoint_is_written(tutorial, reference, three_nodes):
+    config = dataclasses.replace(reference, run_name="spare", cpus_per_worker=2.0)
+    loop = loop_that_notes_its_node(tutorial, config)
+
+    def writing() -> bool:
+        return last_step(config) >= 44 and any(config.run_path.glob("*tmp*"))
+
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+        wait_for(writing, pause=0.002, what="a checkpoint that is being written")
+        used = [(config.run_path / f"node-{rank}").read_text() for rank in range(2)]
+        lost = [node for node in three_nodes.worker_nodes if node.node_id in used]
+        lose(three_nodes, lost[0])
+        assert result().error is None
+    assert_equal_runs(config, reference)

@@ -1,0 +1,496 @@
+"""No run is lost: full disks, passing faults, changed recipes, records that Ray can't read."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import ray.train
+from accidents import (
+    assert_equal_runs,
+    at_step,
+    copy_run,
+    in_the_background,
+    wait_for,
+)
+from conftest import read_arrays
+
+import trainkit.checkpoints
+import trainkit.records
+import trainkit.storage
+import trainkit.watch
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = "checkpoint_manager_snapshot.json"
+
+
+# What decides is on storage.
+
+
+def record_of(*names: str) -> str:
+    """What Ray writes of checkpoints with these names."""
+    results = [
+        {"version": 0, "checkpoint_dir_name": name, "metrics": {"val_loss": 1.0}}
+        for name in names
+    ]
+    state = {
+        "ray_version": ray.__version__,
+        "checkpoint_results": results,
+        "checkpoint_report_indices": list(range(len(names))),
+        "latest_checkpoint_result": results[-1] if results else None,
+        "pending_training_results": [],
+        "pending_validation_specs": [],
+        "current_report_index": len(names),
+        "validated_checkpoint_dir_names": [],
+        "timed_out_validation_checkpoint_dir_names": [],
+        "failed_validation_checkpoint_dir_names": [],
+    }
+    return json.dumps(state)
+
+
+@pytest.fixture
+def run_of(small):
+    """A function that makes the folder of a run with checkpoints of these names."""
+
+    def make(*names, **changes):
+        config = small(**changes)
+        for name in names:
+            folder = config.run_path / name
+            folder.mkdir(parents=True)
+            metadata = {"custom_metadata": dataclasses.asdict(config)}
+            (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
+        return config
+
+    return make
+
+
+FIRST, SECOND = "step_00000010", "step_00000020"
+FLAWED = {
+    "": "Expecting value",
+    record_of(FIRST, SECOND)[:-9]: "Expecting|Unterminated|delimiter",
+    record_of(FIRST, "step_00000030"): "step_00000030",
+    record_of(): None,
+    record_of(FIRST, SECOND): None,
+}
+
+
+@pytest.mark.parametrize("text", FLAWED, ids=["empty", "cut", "gone", "none", "good"])
+def test_record_that_ray_cannot_use_is_set_aside(run_of, capsys, text):
+    config = run_of(FIRST, SECOND)
+    record = config.run_path / RECORD
+    record.write_text(text)
+    trainkit.records.check_record(config)
+    said = capsys.readouterr().out
+    if FLAWED[text] is None:
+        assert record.read_text() == text and not said
+    else:
+        assert not record.exists()
+        assert (config.run_path / RECORD.replace("json", "aside")).read_text() == text
+        assert SECOND in said and str(record.with_suffix(".aside")) in said
+
+
+def test_record_that_names_a_refused_checkpoint_is_set_aside(run_of, capsys):
+    """Or `get_best_checkpoint` would return it."""
+    config = run_of(FIRST, SECOND)
+    record = config.run_path / RECORD
+    record.write_text(record_of(FIRST, SECOND))
+    trainkit.records.refuse(config, SECOND, ValueError("DATA_LOSS"))
+    trainkit.records.check_record(config)
+    assert not record.exists()
+    said = capsys.readouterr().out
+    assert f"{SECOND}, which is refused" in said and f"goes on from {FIRST}" in said
+
+
+def test_names_of_older_versions_still_count(run_of):
+    config = run_of(FIRST, SECOND, f"{SECOND}-again", "step_00000030.orbax-tmp")
+    trainkit.records.refuse(config, SECOND, ValueError())
+    assert trainkit.records.saved(config) == [f"{SECOND}-again", FIRST]
+    assert trainkit.records.step_of(f"{SECOND}-again") == 20
+
+
+# Each save has an outcome of its own.
+
+
+@pytest.fixture
+def checkpointer(small, monkeypatch, tmp_path):
+    """A Checkpointer outside of Ray."""
+
+    def in_storage(name):
+        return ray.train.Checkpoint(str(config.run_path / name))
+
+    config = small()
+    config.run_path.mkdir(parents=True)
+    monkeypatch.setattr(trainkit.records, "in_storage", in_storage)
+    return trainkit.checkpoints.Checkpointer(config)
+
+
+def upload(saved) -> ray.train.Checkpoint:
+    """What Ray's upload thread does."""
+    return saved.options["checkpoint_upload_fn"](saved.checkpoint, "name")
+
+
+def test_failed_save_is_seen_by_the_loop_and_by_rays_thread(checkpointer, monkeypatch):
+    state = {"kernel": np.ones((8, 8), np.float32)}
+    good = checkpointer.save(state, 10)
+    checkpointer.wait()
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer.orbax, "wait_until_finished", full)
+        patch.setattr(trainkit.checkpoints, "save_in_background", lambda *_, **__: None)
+        bad = checkpointer.save(state, 20)
+        for see in (lambda: upload(bad), checkpointer.wait) * 2:
+            with pytest.raises(OSError, match="No space left"):
+                see()
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.save(state, 30)
+    assert upload(good).path.endswith(FIRST)
+    assert trainkit.records.saved(checkpointer.config) == [FIRST]
+
+
+def test_damaged_checkpoint_is_replaced_when_its_step_comes_again(
+    checkpointer, monkeypatch
+):
+    """Under its name, which Ray has on record, so Ray isn't told again."""
+    config, state = checkpointer.config, {"kernel": np.ones((8, 8), np.float32)}
+    checkpointer.save(state, 10)
+    checkpointer.wait()
+    trainkit.records.refuse(config, FIRST, ValueError("DATA_LOSS"))
+    assert trainkit.records.saved(config) == []
+    monkeypatch.setattr(trainkit.records, "on_record", lambda: {FIRST})
+    checkpointer.recorded = FIRST
+    saved = checkpointer.save(jax.tree.map(lambda x: 2 * x, state), 10)
+    checkpointer.wait()
+    assert saved.checkpoint is None
+    assert trainkit.records.saved(config) == [FIRST]
+    (kernel,) = read_arrays(config.run_path / FIRST)
+    assert (kernel == 2).all()
+    # One that Ray doesn't know, as after its record was set aside, is reported.
+    trainkit.records.refuse(config, FIRST, ValueError("DATA_LOSS"))
+    monkeypatch.setattr(trainkit.records, "on_record", set)
+    assert checkpointer.save(state, 10).checkpoint is not None
+    checkpointer.wait()
+
+
+# A disk that fills up.
+
+
+@contextlib.contextmanager
+def disk_of(folder: Path, megabytes: float):
+    """A file system of its own, in memory."""
+    folder.mkdir(parents=True)
+    size = f"size={int(megabytes * 1024)}k"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(left: int):
+    """Harm that leaves so many bytes of the run's disk."""
+
+    def harm(config):
+        disk = os.statvfs(config.storage_path)
+        with (Path(config.storage_path) / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize - left)
+
+    return harm
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tutorial, small_factory, write_bins, tmp_path_factory):
+    """A function that makes a run, once for each number of workers."""
+    runs = {}
+
+    def make(workers: int):
+        if workers not in runs:
+            folder = tmp_path_factory.mktemp(f"workers-{workers}")
+            config = write_bins(
+                small_factory(
+                    folder,
+                    num_workers=workers,
+                    n_layer=1,
+                    dropout=0.1,
+                    max_steps=45,
+                    eval_interval=15,
+                    decay_steps=45,
+                    max_failures=1,
+                    stall_timeout_s=90.0,
+                )
+            )
+            assert tutorial.make_trainer(config).fit().error is None
+            runs[workers] = config
+        return runs[workers]
+
+    return make
+
+
+def times_of(config, name: str) -> list[int]:
+    """When the files of a checkpoint were written."""
+    files = sorted(Path(config.run_path / name).rglob("*"))
+    return [file.stat().st_mtime_ns for file in files]
+
+
+TURNS = [*range(2), *(pytest.param(n, marks=pytest.mark.extra) for n in range(2, 20))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", TURNS)
+def test_disk_that_fills_up_while_saving(
+    tutorial, cluster, undisturbed, tmp_path, turn
+):
+    """At any byte of any save; then there is room again, and the same cell is run again."""
+    reference = undisturbed(turn % 2 + 1)
+    rng = np.random.default_rng()
+    save = 15 * int(rng.integers(1, 4))
+    files = Path(reference.run_path / f"step_{45:08d}").rglob("*")
+    left = int(rng.integers(0, 1.2 * sum(f.stat().st_size for f in files)))
+    print(f"turn {turn}: {left} bytes are left when the run comes to step {save}")
+    with disk_of(tmp_path / "disk", 24) as disk:
+        config = dataclasses.replace(reference, storage_path=str(disk))
+        with in_the_background(tutorial.make_trainer(config).fit) as result:
+            wait_for(lambda: at_step(save - 3)(config), what="the step")
+            fill(left)(config)
+            with contextlib.suppress(Exception):  # what it says is tested elsewhere
+                result()
+        (disk / "filler").unlink()
+        newest = trainkit.records.saved(config)[:1]
+        written = [times_of(config, name) for name in newest]
+        assert tutorial.make_trainer(config).fit().error is None
+        assert_equal_runs(config, reference)
+        kept = [name for name in newest if (config.run_path / name).exists()]
+        assert [times_of(config, name) for name in kept] == written[: len(kept)]
+
+
+# Faults that pass.
+
+
+ERRORS = [
+    (OSError(errno.ESTALE, "Stale file handle"), False),
+    (OSError(errno.ENOSPC, "No space left on device"), False),
+    (ConnectionError("reset"), False),
+    (ValueError("UNAVAILABLE: Error reading s3 object"), False),
+    (ValueError("Error reading file: [OS error 5: EIO Input/output error]"), False),
+    (MemoryError(), False),
+    (ValueError("DATA_LOSS: checksum verification failed"), True),
+    (ValueError("NOT_FOUND: chunk {0, 0} is missing"), True),
+    (FileNotFoundError(errno.ENOENT, "No such file", "_METADATA"), True),
+    (json.JSONDecodeError("Expecting value", "", 0), True),
+]
+
+
+@pytest.mark.parametrize("error, damage", ERRORS, ids=lambda x: str(x)[:30])
+def test_what_is_damage_and_what_passes(error, damage):
+    wrapped = RuntimeError("Encountered an error while reading")
+    wrapped.__cause__ = error
+    assert trainkit.storage.is_damage(error) == damage
+    assert trainkit.storage.is_damage(wrapped) == damage
+
+
+def test_patience(monkeypatch, capsys):
+    """Three pauses; an error that another attempt can't help comes through at once."""
+    pauses, calls = [], []
+    monkeypatch.setattr(trainkit.storage.time, "sleep", pauses.append)
+
+    def fail(times, error=None):
+        calls.append(times)
+        if len(calls) <= times:
+            raise error or OSError("stale")
+        return "done"
+
+    assert trainkit.storage.patiently(fail, 3) == "done" and pauses == [1, 2, 4]
+    assert "fail failed; again in 4 s (OSError: stale)" in capsys.readouterr().out
+    calls.clear()
+    with pytest.raises(OSError, match="stale"):
+        trainkit.storage.patiently(fail, 4)
+    calls.clear()
+    with pytest.raises(KeyError):
+        trainkit.storage.patiently(fail, 1, KeyError(), unless=(KeyError,))
+    assert len(calls) == 1
+
+
+def loop_in_which_reading_fails(tutorial, times: int):
+    """The notebook's loop; rank 1 can't read a checkpoint, for so many attempts."""
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings):
+        read, attempts = trainkit.checkpoints.read, []
+
+        def read_later(*arguments, **options):
+            attempts.append(1)
+            if len(attempts) <= times:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return read(*arguments, **options)
+
+        if ray.train.get_context().get_world_rank() == 1:
+            trainkit.checkpoints.read = read_later
+        try:
+            train_loop(settings)
+        finally:
+            trainkit.checkpoints.read = read
+
+    return loop
+
+
+@pytest.fixture
+def copy_of(undisturbed):
+    """A function that copies the finished run of two workers under another name."""
+
+    def copy(name: str, **changes):
+        finished = undisturbed(2)
+        config = dataclasses.replace(finished, run_name=name, **changes)
+        return copy_run(finished, config)
+
+    return copy
+
+
+@pytest.mark.slow
+def test_passing_fault_condemns_no_checkpoint(tutorial, cluster, copy_of):
+    config = copy_of("stale", max_failures=0)
+    longer = dataclasses.replace(config, max_steps=50)
+    loop = loop_in_which_reading_fails(tutorial, 2)  # it is tried again
+    assert tutorial.make_trainer(longer, loop).fit().metrics["step"] == 50
+    longer = dataclasses.replace(config, max_steps=55)
+    loop = loop_in_which_reading_fails(tutorial, 99)
+    with pytest.raises(ray.train.TrainingFailedError, match="Stale file handle"):
+        tutorial.make_trainer(longer, loop).fit()
+    assert not list(config.run_path.glob("*.refused"))
+    assert trainkit.records.saved(config)[0] == "step_00000050"
+    assert tutorial.make_trainer(longer).fit().metrics["step"] == 55
+
+
+@pytest.mark.slow
+def test_best_checkpoint_is_never_a_refused_one(tutorial, cluster, copy_of):
+    """It is refused within a run that goes on, and replaced when its step comes again."""
+    config = copy_of("damaged")
+    newest = Path(config.run_path / f"step_{45:08d}")
+    data = max(newest.rglob("d/*"), key=lambda f: f.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
+    result = tutorial.make_trainer(config).fit()
+    assert result.error is None and result.metrics["step"] == 45
+    assert not list(config.run_path.glob("*.refused"))
+    for checkpoint, _ in result.best_checkpoints:
+        assert all(np.isfinite(array).all() for array in read_arrays(checkpoint.path))
+    assert_equal_runs(config, dataclasses.replace(config, run_name="run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["emptied", "lost", "too long"])
+def test_record_is_made_anew_from_what_is_there(tutorial, cluster, copy_of, harm):
+    config = copy_of(f"record-{harm.split()[0]}")
+    record = config.run_path / RECORD
+    if harm == "emptied":
+        record.write_text("")
+    elif harm == "lost":
+        record.unlink()
+    else:
+        record.write_text(record.read_text().replace(f"step_{45:08d}", "step_00000060"))
+    before = ray.train.Result.from_path(str(undisturbed_path(config)))
+    result = tutorial.make_trainer(config).fit()
+    assert result.error is None and result.metrics["step"] == 45
+    losses = [
+        sorted(metrics["val_loss"] for _, metrics in each.best_checkpoints)
+        for each in (result, before)
+    ]
+    assert losses[0] == losses[1]
+    assert_equal_runs(config, dataclasses.replace(config, run_name="run"))
+
+
+def undisturbed_path(config):
+    return dataclasses.replace(config, run_name="run").run_path
+
+
+# Another run under the same name.
+
+
+def test_another_recipe_is_refused_and_named(run_of, small):
+    config = run_of(FIRST, SECOND)
+    free = {"max_steps": 99, "num_workers": 2, "fsdp": 2, "eval_interval": 5}
+    rounding = {"loss_chunks": 4, "scan_layers": True}
+    trainkit.records.check_recipe(small(**(free | rounding)))
+    other = small(batch_size=8, seed=1, dataset="other", learning_rate=2e-2)
+    with pytest.raises(ValueError, match="run_name: .* another recipe") as error:
+        trainkit.records.check_recipe(other)
+    for words in (
+        "batch_size was 4, and is 8",
+        "seed was 1337, and is 1",
+        "dataset was 'builtin', and is 'other'",
+        "learning_rate was 0.01, and is 0.02",
+    ):
+        assert words in str(error.value)
+    # One that can't be read says nothing, and the one before it is asked.
+    (config.run_path / SECOND / "_CHECKPOINT_METADATA").write_text("{")
+    with pytest.raises(ValueError, match="n_embd was 32, and is 64"):
+        trainkit.records.check_recipe(small(n_embd=64))
+
+
+def test_another_model_is_told_by_its_shapes(checkpointer, monkeypatch):
+    """As after a change of the notebook's model: nothing is refused."""
+    config, state = checkpointer.config, {"kernel": np.ones((8, 8), np.float32)}
+    checkpointer.save(state, 10)
+    checkpointer.wait()
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda data: data)
+    for other in ({"kernel": np.ones((8, 9))}, state | {"bias": np.ones(8)}):
+        with pytest.raises(ValueError, match="of another model: (kernel|bias): found"):
+            checkpointer.restore(None, other)
+    assert not list(config.run_path.glob("*.refused"))
+
+
+# A worker that hangs.
+
+HANG = """
+import ctypes, sys, time
+sys.path.insert(0, sys.argv[1])
+from trainkit.watch import Watchdog
+
+def wait_in_c(seconds):
+    ctypes.PyDLL(None).sleep(seconds)  # which keeps the interpreter's lock
+
+dog = Watchdog(1.0)
+for step in range(5):
+    time.sleep(0.4)
+    dog.beat(step)
+if sys.argv[2] == "stopped":
+    dog.stop()
+    time.sleep(2)
+else:
+    wait_in_c(30)
+"""
+
+
+def test_watchdog_ends_a_process_that_hangs_in_c():
+    command = [sys.executable, "-c", HANG, ROOT, "hanging"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 1
+    assert "Timeout" in result.stderr and "in wait_in_c" in result.stderr
+    command[-1] = "stopped"
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+def test_learning_rate_in_the_log_is_the_one_that_is_used(tutorial, small):
+    """A step that is skipped doesn't count for Adam, so not for its schedule either."""
+    config = small(max_skipped_steps=2)
+    schedule, state = (
+        tutorial.learning_rate_schedule(config),
+        tutorial.create_state(config),
+    )
+    state = state._replace(
+        step=state.step + 3,
+        opt_state=state.opt_state._replace(
+            total_notfinite=state.opt_state.total_notfinite + 2
+        ),
+    )
+    windows = np.ones((config.batch_size, config.block_size + 1), np.uint16)
+    metrics = tutorial.train_step(state, windows, config)[1]
+    assert float(metrics["learning_rate"]) == float(schedule(1))
