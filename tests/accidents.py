@@ -17,9 +17,9 @@ import ray
 import ray.train
 from conftest import read_arrays
 
-import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
+import trainkit.records
 import trainkit.tokens
 
 
@@ -124,7 +124,7 @@ class Accidents(threading.Thread):
 
 def state_of(config) -> list[np.ndarray]:
     """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = trainkit.checkpoints.saved(config)[0]
+    newest = trainkit.records.saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     return read_arrays(config.run_path / newest)
 

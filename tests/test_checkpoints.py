@@ -22,6 +22,7 @@ from flax import nnx
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
+import trainkit.records
 
 pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
@@ -49,7 +50,7 @@ def copy_of(finished):
 
 def test_latest_and_best_are_kept(finished):
     config, result = finished
-    kept = {int(name[5:]) for name in trainkit.checkpoints.saved(config)}
+    kept = {int(name[5:]) for name in trainkit.records.saved(config)}
     lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
     losses = {
         x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
@@ -99,7 +100,7 @@ def test_an_old_checkpoint_is_still_read(tutorial):
     config = dataclasses.replace(
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
-    assert trainkit.checkpoints.saved(config) == ["step_00000003"]
+    assert trainkit.records.saved(config) == ["step_00000003"]
     target = tutorial.abstract_state(config, trainkit.devices.make_mesh(config))
     orbax = trainkit.checkpoints.create_orbax(config)
     state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
@@ -118,14 +119,14 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     tutorial, finished, copy_of
 ):
     config = copy_of("damaged")
-    newest = trainkit.checkpoints.saved(config)[0]
+    newest = trainkit.records.saved(config)[0]
     damage_by_truncation(Path(config.run_path / newest))
     # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
     longer = dataclasses.replace(config, max_steps=100)
     assert tutorial.make_trainer(longer).fit().error is None
     assert not list(config.run_path.glob("*.refused"))  # it has been replaced
     assert [line["step"] for line in log_of(config)] == list(range(1, 101))
-    saved = trainkit.checkpoints.saved(config)
+    saved = trainkit.records.saved(config)
     assert saved[0] == "step_00000100" and len(saved) <= 3
     assert all(
         np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
@@ -139,7 +140,7 @@ def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     ):
         tutorial.make_trainer(config).fit()
     assert not list(config.run_path.glob("*.refused"))
-    assert trainkit.checkpoints.saved(config)[0] == "step_00000060"
+    assert trainkit.records.saved(config)[0] == "step_00000060"
 
 
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
@@ -188,7 +189,7 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
         )
         with no_space:
             tutorial.make_trainer(config).fit()
-        saved = trainkit.checkpoints.saved(config)
+        saved = trainkit.records.saved(config)
         assert saved[-1] == "step_00000010"
         for name in saved:
             arrays = read_arrays(config.run_path / name)

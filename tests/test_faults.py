@@ -29,8 +29,8 @@ from accidents import (
 )
 from flax import nnx
 
-import trainkit.checkpoints
 import trainkit.config
+import trainkit.records
 import trainkit.watch
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def test_divergence_stops_the_run_and_keeps_the_checkpoint(
         tutorial.make_trainer(config)  # a second start doesn't try again
     note = (config.run_path / "diverged.txt").read_text()
     assert re.search(r"Diverged at step 12[1-9]: .*(nan|inf).*step_00000120", note)
-    assert trainkit.checkpoints.saved(config)[0] == "step_00000120"
+    assert trainkit.records.saved(config)[0] == "step_00000120"
     assert last_step(config) <= 121
 
 

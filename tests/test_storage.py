@@ -24,6 +24,7 @@ from accidents import (
 from conftest import start_ray, stop_ray
 
 import trainkit.checkpoints
+import trainkit.records
 import trainkit.watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,8 +136,8 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
 
     # Pruned to the two best and the latest, here as there; and nothing left on the disk:
     # what the killed worker was writing has been written again.
-    saved = trainkit.checkpoints.saved(config)
-    assert saved == trainkit.checkpoints.saved(reference) and len(saved) <= 3
+    saved = trainkit.records.saved(config)
+    assert saved == trainkit.records.saved(reference) and len(saved) <= 3
     staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
     assert list(staging) == []
 

@@ -1,19 +1,19 @@
 """The tools that the notebook README.ipynb calls; each module does what its name says.
 
-config       what decides a run: TrainingConfig, load_config
 checks       which configurations are refused, and why
 pretrained   where published weights lie, and which shape they have
+config       what decides a run: TrainingConfig, load_config
 corpus       documents: from the hub, from files, or built in
 tokens       train.bin and val.bin, and the order of their windows
 devices      the mesh of all devices, and batches on it
-workers      resources, environment, the right GPUs, joining
 layers       attention kernels, scanned blocks
 loss         logits and cross-entropy, in parts
 storage      storage that fails for a moment
 records      which checkpoints a run has, and whether it may go on
 checkpoints  save, restore, refuse
-run_log      metrics.jsonl, TensorBoard, MFU, profile
 watch        shared storage, divergence, the watchdog
+workers      resources, environment, the right GPUs, joining
+run_log      metrics.jsonl, TensorBoard, MFU, profile
 generate     text, with a cache
 weights      published weights in, under Hugging Face's names
 huggingface  the trained model out

@@ -30,7 +30,6 @@ import ray.train.collective
 
 from trainkit import records, storage
 from trainkit.config import TrainingConfig
-from trainkit.records import saved  # noqa: F401  (the notebook's readers look here)
 
 
 class Saved(NamedTuple):
