@@ -27,14 +27,18 @@ except ModuleNotFoundError as error:
     os.execv(python, [python, *sys.argv])
 
 
-def render(notebook_path: Path) -> str:
+def to_markdown(notebook: nbformat.NotebookNode) -> str:
     """The notebook's prose and code as Markdown."""
-    notebook = nbformat.read(notebook_path, as_version=4)
     for index, cell in enumerate(notebook.cells):
         if cell.get("outputs") or cell.get("execution_count"):
-            raise SystemExit(f"{notebook_path}: cell {index} has outputs; clear them.")
+            raise SystemExit(f"README.ipynb: cell {index} has outputs; clear them.")
     markdown, _ = MarkdownExporter().from_notebook_node(notebook)
     return markdown.strip() + "\n"
+
+
+def render(notebook_path: Path) -> str:
+    """The notebook in this file as Markdown."""
+    return to_markdown(nbformat.read(notebook_path, as_version=4))
 
 
 def main() -> int:

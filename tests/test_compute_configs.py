@@ -20,14 +20,20 @@ def read(name: str) -> dict:
 
 @pytest.mark.parametrize("name", ["aws.yaml", "gce.yaml"])
 def test_anyscale(name):
+    """The user-facing ComputeConfig: defaults left out, and the head runs no work."""
     config = read(name)
-    assert config.keys() == {"head_node", "worker_nodes"}
-    assert config["head_node"].keys() == {"instance_type"}
+    assert config.keys() <= {"head_node", "worker_nodes", "enable_cross_zone_scaling"}
+    assert config.get("enable_cross_zone_scaling", True) is True  # false is the default
+    head = config["head_node"]
+    assert head.keys() == {"instance_type", "resources"}
+    assert head["resources"] == {"CPU": 0} and config["worker_nodes"]
     for group in config["worker_nodes"]:
-        assert group.keys() == {"instance_type", "min_nodes", "max_nodes"}
-        assert 0 <= group["min_nodes"] <= group["max_nodes"] and group["max_nodes"] > 0
-        pattern = r"[a-z]\w*\.\w+" if name == "aws.yaml" else r"[a-z]\w*-\w+(-\w+)*"
-        assert re.fullmatch(pattern, group["instance_type"])
+        assert group.keys() <= {"name", "instance_type", "min_nodes", "max_nodes"}
+        assert group.get("min_nodes", 1) > 0  # 0 is the default
+        assert group["max_nodes"] >= group.get("min_nodes", 1)
+    pattern = r"[a-z]\w*\.\w+" if name == "aws.yaml" else r"[a-z]\w*-\w+(-\w+)*"
+    for node in [head, *config["worker_nodes"]]:
+        assert re.fullmatch(pattern, node["instance_type"])
 
 
 def groups_of(name: str) -> list[dict]:
@@ -77,16 +83,7 @@ def test_kuberay_gpu_nodes_stand_beside_cpu_nodes():
     assert "nvidia.com/gpu" not in limits(cpu) and cpu["maxReplicas"] > 0
 
 
-def test_template_entry_names_what_is_there():
+def test_template_runs_on_an_image_with_this_ray():
     (entry,) = read("BUILD.yaml")
-    assert re.fullmatch(r"[a-z0-9_-]+", entry["name"])
     image = entry["cluster_env"]["image_uri"]
     assert re.fullmatch(rf"anyscale/ray:{re.escape(RAY[1])}-py31[12]-cu\d+", image)
-    paths = [
-        entry["dir"],
-        entry["test"]["tests_path"],
-        *entry["compute_config"].values(),
-    ]
-    script = entry["test"]["command"].removeprefix("bash ")
-    assert all((ROOT / path).exists() for path in [*paths, script])
-    assert entry["test"]["timeout_in_sec"] > 0
