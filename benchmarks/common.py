@@ -1,4 +1,7 @@
-"""What the benchmarks share: processes of their own, the original's code, and tables."""
+"""What the benchmarks share.
+
+Where the code is, Ray, random windows, processes of their own, the original's code, tables.
+"""
 
 import datetime
 import importlib.metadata
@@ -12,7 +15,35 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # trainkit, notebook_module
+
+import numpy as np
+import ray
+import yaml
+from notebook_module import load_notebook as load_notebook
+
 CORES = os.cpu_count()
+
+
+def start_ray(*address: str, **options) -> None:
+    """Start Ray as the notebook does, with `trainkit` on every worker."""
+    import trainkit
+
+    runtime_env = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+    ray.init(*address, runtime_env=runtime_env, log_to_driver=False, **options)
+
+
+def parse_changes(arguments: list[str]) -> dict:
+    """What `key=value` arguments change in a configuration; values are YAML."""
+    changes = dict(argument.split("=", 1) for argument in arguments)
+    return {key: yaml.safe_load(value) for key, value in changes.items()}
+
+
+def random_windows(config) -> np.ndarray:
+    """A batch of random tokens, uint16 [B, T + 1]."""
+    shape = (config.batch_size, config.block_size + 1)
+    return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
 def in_own_process(function: Callable, *arguments):

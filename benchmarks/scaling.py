@@ -10,20 +10,17 @@ Runs nothing; prints what XLA says of the programs.
 import math
 import os
 import re
-import sys
 from functools import cache
-from pathlib import Path
-
-import trainkit.config
-import trainkit.devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
-from notebook_module import load_notebook
+from common import load_notebook
 from tpu_compile import COLLECTIVES, compile_step
+
+import trainkit.config
+import trainkit.devices
 
 BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "u16": 2, "pred": 1}
 SIZES = {  # layers, heads, width

@@ -15,25 +15,21 @@ import dataclasses
 import json
 import os
 import re
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
-import trainkit.config
-import trainkit.devices
-
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
 import jax.numpy as jnp
-import yaml
-from common import original_training
+from common import load_notebook, original_training, parse_changes
 from jax.experimental import topologies
-from notebook_module import load_notebook
+
+import trainkit.config
+import trainkit.devices
 
 COLLECTIVES = "|".join(
     "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
@@ -48,11 +44,10 @@ def collectives_of(program: str) -> dict[str, int]:
 
 def compile_step(tutorial, config, mesh):
     """The compiled train step, and the seconds that tracing and compiling took."""
-    spec = jax.sharding.PartitionSpec(trainkit.devices.BATCH_AXES)
     windows = jax.ShapeDtypeStruct(
         (config.batch_size, config.block_size + 1),
         jnp.uint16,
-        sharding=jax.sharding.NamedSharding(mesh, spec),
+        sharding=trainkit.devices.batch_sharding(mesh),
     )
     state = tutorial.abstract_state(config, mesh)
     with jax.set_mesh(mesh):
@@ -96,8 +91,7 @@ def main() -> None:
     parser.add_argument("--original", help="README.md of the original tutorial")
     arguments = parser.parse_intermixed_args()
     tutorial = load_notebook()
-    changes = dict(change.split("=", 1) for change in arguments.changes)
-    changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+    changes = parse_changes(arguments.changes)
     config = trainkit.config.load_config(arguments.config, **changes)
     workers = config.num_workers * arguments.slices
     config = dataclasses.replace(config, num_workers=workers)
