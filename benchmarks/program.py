@@ -136,7 +136,7 @@ def kind_of(program: Program, each: Executed) -> str:
         return "collectives"
     inside = called(program, instruction)
     ops = {i.op for i in inside} or {instruction.op}
-    if "gemm" in instruction.text or ops & {"dot", "convolution"}:
+    if ops & {"dot", "convolution"}:
         return "products"
     if ops & {"scatter"}:
         return "scatters"

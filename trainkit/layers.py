@@ -45,6 +45,26 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
 
 
+def project_to_heads(
+    linear: nnx.LinearGeneral, x: jax.Array, n_head: int
+) -> list[jax.Array]:
+    """What `linear` makes of `x`, [B, T, D]: query, key, and value, [B, T, H, D/H] each.
+
+    The kernel is [D, 3, D]. One wide product would have to be cut afterwards, and the
+    attention kernels want each part by itself: three products write them so.
+    """
+    B, T, _ = x.shape
+    kernel, bias = (p[...].astype(linear.dtype) for p in (linear.kernel, linear.bias))
+    parts = (x @ kernel[:, i] + bias[i] for i in range(kernel.shape[1]))
+    return [part.reshape(B, T, n_head, -1) for part in parts]
+
+
+@jax.checkpoint
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU in GPT-2's tanh form, which keeps `x` for the backward pass and nothing else."""
+    return nnx.gelu(x, approximate=True)
+
+
 def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> jax.Array:
     """Attention of one new token, [B, 1, H, D/H], to itself and those before it.
 
