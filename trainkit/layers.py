@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from trainkit.checks import SPLASH_BLOCK
-from trainkit.devices import BATCH_AXES, divide_windows
+from trainkit.devices import BATCH_AXES, automatic_axes, divide_windows
 
 
 def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -26,11 +26,18 @@ def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, implementation=kind
         )
+    if not (axes := automatic_axes()):
+        return splash_attention(q, k, v)
     # XLA can't look into a Pallas kernel to divide its work: each device takes its own
     # windows and heads.
-    spec = PartitionSpec(BATCH_AXES, None, "tensor")
+    windows = BATCH_AXES if set(BATCH_AXES) <= axes else None
+    spec = PartitionSpec(windows, None, "tensor")
     on_each_device = jax.shard_map(
-        splash_attention, in_specs=spec, out_specs=spec, check_vma=False
+        splash_attention,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=axes,
+        check_vma=False,
     )
     return on_each_device(q, k, v)
 
@@ -43,6 +50,20 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
     q, k, v = (x.swapaxes(1, 2) for x in (q / math.sqrt(size), k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
+
+
+def cast_kernels(params: nnx.State, dtype: str) -> nnx.State:
+    """`params` with the matrices of dense layers in the type that these compute in.
+
+    Done once a step, it is one cast for all micro-batches, and half the bytes to fetch
+    from other devices. The layers would do the same each time.
+    """
+
+    def cast(path, param):
+        is_kernel = path[-1] == "kernel"
+        return param.replace(param[...].astype(dtype)) if is_kernel else param
+
+    return nnx.map_state(cast, params)
 
 
 def project_to_heads(
