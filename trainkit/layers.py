@@ -4,6 +4,7 @@ In the comments, B is the batch, T the tokens of a window, D the width, H the he
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +23,21 @@ def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         kind: "xla" runs anywhere and keeps a score for each pair of tokens in memory. The
             fast kernels never do: "cudnn" on NVIDIA GPUs, "splash" on TPUs.
     """
+    kernel = splash_attention
     if kind != "splash":  # is_causal masks inside the kernel; a mask array is slow
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=kind
+        kernel = partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=kind
         )
-    if not (axes := automatic_axes()):
-        return splash_attention(q, k, v)
-    # XLA can't look into a Pallas kernel to divide its work: each device takes its own
-    # windows and heads.
+    axes = automatic_axes()
+    if kind == "xla" or not axes:
+        return kernel(q, k, v)
+    # XLA can't look into a kernel to divide its work: each device takes its own windows,
+    # unless it has them already, and its own heads.
     windows = BATCH_AXES if set(BATCH_AXES) <= axes else None
     spec = PartitionSpec(windows, None, "tensor")
-    on_each_device = jax.shard_map(
-        splash_attention,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names=axes,
-        check_vma=False,
-    )
-    return on_each_device(q, k, v)
+    return jax.shard_map(
+        kernel, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+    )(q, k, v)
 
 
 def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
