@@ -7,7 +7,8 @@
 XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
 writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
-beyond what it moves. Without `--gpus`, the configuration says how many.
+beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
+compiler are those that a worker sets, unless XLA_FLAGS holds others.
 `--original` names the README.md of the tutorial that this one replaces: its step is compiled
 instead, for the same GPUs and as many windows. `--text` keeps the program itself.
 """
@@ -28,6 +29,7 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which looks for a driver
 if importlib.util.find_spec("jax_cuda12_plugin") is None:
     sys.exit("JAX's CUDA plugin brings the compiler: pip install 'jax[cuda12]==0.10.2'")
 
+import jax
 import program
 from common import load_notebook, parse_changes
 from jax.experimental import topologies
@@ -35,6 +37,7 @@ from tpu_compile import compile_original, compile_step
 
 import trainkit.config
 import trainkit.devices
+import trainkit.workers
 
 GPUS = Path(__file__).resolve().parent / "gpus"
 
@@ -83,6 +86,9 @@ def main() -> None:
     if arguments.gpus:
         changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}
     config = trainkit.config.load_config(arguments.config, **changes)
+    settings = trainkit.workers.environment(config)
+    os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
+    jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     count = config.worker_range[1] * config.devices_per_worker
     mesh = trainkit.devices.make_mesh(config, virtual_gpus(arguments.gpu, count))
     if arguments.original:

@@ -60,15 +60,15 @@ def mean_over_devices(
     the parameters (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5).
 
     Args:
-        loss_and_gradients: a function of all parameters, a device's windows, and the
-            device's number. It returns the mean loss and its gradients, float32.
+        loss_and_gradients: a function of all parameters and a device's windows. It returns
+            their mean loss and its gradients, float32.
         params: divided over the mesh as `rules` say of their logical axes.
         windows: [B, T + 1], divided over the mesh by `batch_sharding`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
     if not axes:
-        return loss_and_gradients(params, windows, 0)
+        return loss_and_gradients(params, windows)
     with nnx.logical_axis_rules(rules):
         specs = nnx.get_partition_spec(params)
     # What `tensor` divides is left to XLA.
@@ -91,8 +91,7 @@ def mean_over_devices(
 
     def on_device(params, windows):
         everything = jax.tree.map(fetch, params, specs)
-        number = jax.lax.axis_index(axes)
-        loss, gradients = loss_and_gradients(everything, windows, number)
+        loss, gradients = loss_and_gradients(everything, windows)
         return jax.lax.pmean(loss, axes), jax.tree.map(mean, gradients, specs)
 
     return jax.shard_map(

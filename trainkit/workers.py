@@ -69,6 +69,12 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
         variables["XLA_FLAGS"] = count
     if config.platform == "gpu":
+        # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
+        # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
+        variables["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=false"
+        # Communicate while computing: docs/GPU_performance.md there, "Optimization level".
+        # It says, too, that CUDA graphs (command buffers) are on already.
+        variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
         # The CUDA libraries that jax brings, not the image's; GKE keeps its driver there.
         variables["LD_LIBRARY_PATH"] = "/usr/local/nvidia/lib64"
         # cuDNN's attention carries an address, which differs in each process.
