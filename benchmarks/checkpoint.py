@@ -2,29 +2,26 @@
 
     python benchmarks/checkpoint.py [--n_layer 6] [--n_embd 384] [--saves 5]
 
-Trains the notebook's model in one process and saves its whole state a few times with the
-notebook's checkpointer. Prints the pause at the start of a save, and how long steps take
+Trains the notebook's model in one process and saves its whole state a few times as the
+notebook's loop does. Prints the pause at the start of a save, and how long steps take
 while a save is being written, as a ratio to the steps between saves.
 """
 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from common import load_notebook, random_windows
+
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
-
-import jax
-import numpy as np
-from notebook_module import load_notebook
 
 
 def main() -> None:
@@ -42,8 +39,7 @@ def main() -> None:
     )
     state = tutorial.initial_state(config, trainkit.devices.make_mesh(config))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    shape = (config.batch_size, config.block_size + 1)
-    windows = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
+    windows = random_windows(config)
 
     def timed_step(state):
         start = time.perf_counter()
@@ -55,20 +51,20 @@ def main() -> None:
         state, _ = timed_step(state)
     alone, during, pauses, writes = [], [], [], []
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        checkpointer = trainkit.checkpoints.create_orbax(config)
+        orbax = trainkit.checkpoints.create_orbax(config)
         for save in range(saves):
             for _ in range(10):
                 state, seconds = timed_step(state)
                 alone.append(seconds)
             start = time.perf_counter()
             path = Path(folder).resolve() / str(save)
-            trainkit.checkpoints.save_in_background(checkpointer, path, state)
+            trainkit.checkpoints.save_in_background(orbax, str(path), state)
             pauses.append(time.perf_counter() - start)
             while not path.exists():  # Orbax renames the folder when it is complete
                 state, seconds = timed_step(state)
                 during.append(seconds)
             writes.append(time.perf_counter() - start)
-            checkpointer.wait_until_finished()
+            orbax.wait_until_finished()
 
     median = statistics.median
     kind = jax.devices()[0].device_kind

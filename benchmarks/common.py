@@ -1,6 +1,6 @@
-"""What the benchmarks share.
+"""What the benchmarks share: the notebook, Ray, own processes, the original's code, tables.
 
-Where the code is, Ray, random windows, processes of their own, the original's code, tables.
+Import it before `trainkit`, which it finds for scripts that are run from anywhere.
 """
 
 import datetime
@@ -16,20 +16,20 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # trainkit, notebook_module
+sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # of trainkit, notebook_module
 
 import numpy as np
 import ray
 import yaml
 from notebook_module import load_notebook as load_notebook
 
+import trainkit
+
 CORES = os.cpu_count()
 
 
 def start_ray(*address: str, **options) -> None:
     """Start Ray as the notebook does, with `trainkit` on every worker."""
-    import trainkit
-
     runtime_env = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
     ray.init(*address, runtime_env=runtime_env, log_to_driver=False, **options)
 

@@ -15,22 +15,22 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-import trainkit.config
-import trainkit.run_log
-
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
 import jax.numpy as jnp
-import ray
-import yaml
-from notebook_module import load_notebook
+import ray.train
+from common import load_notebook, parse_changes, start_ray
+
+import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
+import trainkit.run_log
 
 BARE = 25  # steps of the bare program in each pause
 
@@ -47,17 +47,21 @@ def copied(state):
 
 
 def timed_loop(tutorial, path: Path):
-    """The notebook's loop, leaving in `path` what its parts took between the pauses."""
-    train_loop, batches = tutorial.train_loop_per_worker, tutorial.global_batches
-    save_checkpoint, eval_step = tutorial.save_checkpoint, tutorial.eval_step
-    train_step = tutorial.train_step
+    """The notebook's loop, leaving in `path` what its parts took between the pauses.
+
+    The notebook's functions are replaced here, and travel to the workers as they are; those
+    of trainkit and Ray, which the workers import, must be replaced there.
+    """
+    train_loop, train_step = tutorial.train_loop_per_worker, tutorial.train_step
+    evaluate, batches = tutorial.evaluate, trainkit.devices.global_batches
+    report = ray.train.report
     seconds, whole, bare = collections.Counter(), [], []
     now, clock = time.perf_counter, {"step": 0, "start": None}  # shared, once pickled
 
-    def spend(part, function, *arguments):
+    def spend(part, function, *arguments, **options):
         before = now()
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         finally:
             if clock["start"]:
                 seconds[part] += now() - before
@@ -93,16 +97,22 @@ def timed_loop(tutorial, path: Path):
             spend("wait for the device", jax.block_until_ready, self.recent)
             return spend("log", super().write)
 
+    class Checkpointer(trainkit.checkpoints.Checkpointer):
+        def save(self, *arguments):
+            return spend("save", super().save, *arguments)
+
     def loop(settings):
+        trainkit.devices.global_batches = timed_batches
+        trainkit.run_log.RunLog = RunLog
+        trainkit.checkpoints.Checkpointer = Checkpointer
+        ray.train.report = partial(spend, "save", report)
         train_loop(settings)
         if jax.process_index() == 0:
-            report = {"seconds": seconds, "whole": whole, "bare": bare}
-            path.write_text(json.dumps(report))
+            found = {"seconds": seconds, "whole": whole, "bare": bare}
+            path.write_text(json.dumps(found))
 
-    tutorial.global_batches, tutorial.train_step = timed_batches, timed_step
-    trainkit.run_log.RunLog = RunLog
-    tutorial.save_checkpoint = lambda *args: spend("save", save_checkpoint, *args)
-    tutorial.eval_step = lambda *args: spend("evaluate", eval_step, *args)
+    tutorial.train_step = timed_step
+    tutorial.evaluate = partial(spend, "evaluate", evaluate)
     return loop
 
 
@@ -111,10 +121,9 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="configs/smoke.yaml")
     parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
     arguments = parser.parse_intermixed_args()
-    changes = dict(change.split("=", 1) for change in arguments.changes)
-    changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+    changes = parse_changes(arguments.changes)
     tutorial = load_notebook()
-    ray.init(log_to_driver=False)
+    start_ray()
     with tempfile.TemporaryDirectory(dir=".") as folder:
         folder = Path(folder).resolve()
         places = {

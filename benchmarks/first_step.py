@@ -15,15 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import trainkit.config
-import trainkit.run_log
-
 os.environ["JAX_PLATFORMS"] = "cpu"  # as the notebook's own process
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import jax
-import ray
-from notebook_module import load_notebook
+from common import load_notebook, start_ray
+
+import trainkit.config
+import trainkit.devices
+import trainkit.run_log
 
 STAGES = {
     "loop": "start the workers, import, join them",
@@ -35,9 +34,13 @@ STAGES = {
 
 
 def watched(tutorial, path: Path):
-    """The notebook's loop, leaving the time at which each stage ended in `path`."""
-    train_loop, start_state = tutorial.train_loop_per_worker, tutorial.start_state
-    train_step, batches = tutorial.train_step, tutorial.global_batches
+    """The notebook's loop, leaving the time at which each stage ended in `path`.
+
+    The notebook's functions are replaced here, and travel to the workers as they are; those
+    of trainkit, which the workers import, must be replaced there.
+    """
+    train_loop, initial_state = tutorial.train_loop_per_worker, tutorial.initial_state
+    train_step, batches = tutorial.train_step, trainkit.devices.global_batches
     times = {}
 
     def note(stage: str) -> None:
@@ -51,10 +54,9 @@ def watched(tutorial, path: Path):
 
         return wrapper
 
-    def noting_batches(config, mesh, split, first_step=0):
-        for batch in batches(config, mesh, split, first_step):
-            if split == "train":
-                note("batch")
+    def noting_batches(*arguments):
+        for batch in batches(*arguments):
+            note("batch")
             yield batch
 
     class RunLog(trainkit.run_log.RunLog):
@@ -66,11 +68,12 @@ def watched(tutorial, path: Path):
 
     def loop(settings):
         note("loop")
+        trainkit.devices.global_batches = noting_batches
+        trainkit.run_log.RunLog = RunLog
         train_loop(settings)
 
-    tutorial.start_state = noting("state", start_state)
+    tutorial.initial_state = noting("state", initial_state)
     tutorial.train_step = noting("step", train_step)
-    tutorial.global_batches, trainkit.run_log.RunLog = noting_batches, RunLog
     return loop
 
 
@@ -79,7 +82,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="configs/smoke.yaml")
     arguments = parser.parse_args()
     tutorial = load_notebook()
-    ray.init(log_to_driver=False)
+    start_ray()
     columns = {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
         folder = Path(folder).resolve()

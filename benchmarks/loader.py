@@ -6,7 +6,6 @@ Reads 10^5 to 10^7 windows from files of 10 MB to 20 GB, through one iterator, a
 training loop does. Each row has a process and a Ray cluster of its own. It reads one batch
 of a run of one step, for which Ray starts its worker processes, and then all: the speed is
 that from their first batch to the last, and memory is what the process's own has grown by
-import trainkit.config
 from before them to the end. The files are sparse and take no space on disk.
 `--original` names the README.md of the tutorial that this one replaces, for a ratio.
 """
@@ -14,7 +13,6 @@ from before them to the end. The files are sparse and take no space on disk.
 import argparse
 import dataclasses
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,13 +20,20 @@ from statistics import median
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
-import numpy as np
 import psutil
 import ray
-from common import CORES, interleave, original_code, print_table
-from notebook_module import load_notebook
+from common import (
+    CORES,
+    interleave,
+    load_notebook,
+    original_code,
+    print_table,
+    start_ray,
+)
+
+import trainkit.config
+import trainkit.tokens
 
 FILES = {"10 MB": 10**7, "200 MB": 2 * 10**8, "20 GB": 2 * 10**10}  # bytes
 SHORT = [(10**5, "200 MB")]  # read in seconds, so three times
@@ -41,18 +46,26 @@ def own_memory() -> int:
     return memory.rss - memory.shared
 
 
+def our_batches(tutorial, config):
+    """The windows of a whole run, read as the training loop reads them."""
+    for steps in trainkit.tokens.stretches(config, 0):
+        dataset = tutorial.make_token_dataset(config, "train", steps)
+        yield from dataset.iter_batches(
+            batch_size=config.batch_size, prefetch_batches=2
+        )
+
+
 def measure(original: str | None, windows: int, folder: Path) -> tuple[float, ...]:
     """Tokens/s, seconds to a fresh cluster's and to a warm one's first batch, growth."""
     tutorial = load_notebook()
     config = trainkit.config.TrainingConfig(data_dir=str(folder))
     size = config.batch_size
-    ray.init("local", num_cpus=CORES, log_to_driver=False)
+    start_ray("local", num_cpus=CORES)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
     def read(steps: int):
         if not original:
-            some = dataclasses.replace(config, max_steps=steps)
-            return tutorial.local_batches(some, "train", 0, np.arange(size))
+            return our_batches(tutorial, dataclasses.replace(config, max_steps=steps))
         code = original_code(original, "def make_bin_xy_dataset")
         dataset = code["make_bin_xy_dataset"](
             str(folder / "train.bin"), config.block_size, num_sequences=steps * size

@@ -13,27 +13,23 @@ could not give back: not the pages of files that they map. Linux only.
 import argparse
 import hashlib
 import os
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from statistics import median
 
-import trainkit.config
-import trainkit.corpus
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "ci"))
 
 import datasets
 import numpy as np
 import psutil
-import ray
 import tiktoken
-from common import CORES, interleave, print_table
-from notebook_module import load_notebook
+from common import CORES, interleave, load_notebook, print_table, start_ray
+
+import trainkit.config
+import trainkit.corpus
 
 SIZES = {"25 MB": 25 * 10**6, "1 GB": 10**9}  # of text
 
@@ -109,12 +105,11 @@ def measure(way: str, folder: Path) -> dict:
     config = trainkit.config.TrainingConfig(
         dataset=str(folder / "*.parquet"), data_dir=str(folder / "data")
     )
-    documents = trainkit.corpus.load(config).train_test_split(
-        test_size=config.val_fraction, seed=trainkit.corpus.SPLIT_SEED, shuffle=True
-    )["train"]
+    documents = trainkit.corpus.load(config)
+    documents = trainkit.corpus.split(documents, config)["train"]
     if way == "ours":
         function = tutorial.write_tokens
-        ray.init("local", num_cpus=CORES, log_to_driver=False)
+        start_ray("local", num_cpus=CORES)
     elif way == "nanoGPT's":
         function = nanogpt
     else:

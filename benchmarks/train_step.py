@@ -16,29 +16,30 @@ import argparse
 import dataclasses
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
-import trainkit.config
-import trainkit.devices
-import trainkit.huggingface
-import trainkit.run_log
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci"))
-
 import numpy as np
-from common import interleave, original_training, print_table
-from notebook_module import load_notebook
+from common import (
+    ROOT,
+    interleave,
+    load_notebook,
+    original_training,
+    print_table,
+    random_windows,
+)
 from variants import (
     loss_differentiated_by_jax,
     separate_qkv,
     vocabulary_not_padded,
     without_donation,
 )
+
+import trainkit.config
+import trainkit.devices
+import trainkit.huggingface
+import trainkit.run_log
 
 CPU = {
     "platform": "cpu",
@@ -65,7 +66,7 @@ OTHER_CODE = [  # and the changes of the configuration that each stands beside
 STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 
 
-def make_config(tutorial, platform: str, changes: dict):
+def make_config(platform: str, changes: dict):
     """The platform's configuration with `changes`, cut to what one device does at once."""
     if platform == "cpu":
         config = trainkit.config.TrainingConfig(**CPU)
@@ -81,18 +82,13 @@ def make_config(tutorial, platform: str, changes: dict):
 
 def variants(platform: str) -> list[dict]:
     """Those of VARIANTS that name fields of the configuration and change it."""
-    config = dataclasses.asdict(make_config(load_notebook(), platform, {}))
+    config = dataclasses.asdict(make_config(platform, {}))
     return [v for v in VARIANTS if all(config.get(k, x) != x for k, x in v.items())]
 
 
 def name_of(changes: dict, code: str = "") -> str:
     fields = [f"{key}: {value}" for key, value in changes.items()]
     return ", ".join(["ours", *filter(None, [code.replace("_", " ")]), *fields])
-
-
-def random_windows(config) -> np.ndarray:
-    shape = (config.batch_size, config.block_size + 1)
-    return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
 def our_step(tutorial, config, change: Callable | None = None) -> Callable:
@@ -135,10 +131,11 @@ def original_step(tutorial, config, path: str) -> Callable:
 def pytorch_step(tutorial, config, compiled: bool) -> Callable:
     """Hugging Face's GPT-2 with the notebook's loss and optimizer, in PyTorch."""
     import torch
+    import transformers
 
     device = "cuda" if config.platform == "gpu" else "cpu"
     settings = trainkit.huggingface.their_config(config)
-    model = tutorial.transformers.GPT2LMHeadModel(settings).to(device).train()
+    model = transformers.GPT2LMHeadModel(settings).to(device).train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
         config.learning_rate,
@@ -197,7 +194,7 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
     """What one process finds out about one row, or why it cannot."""
     tutorial = load_notebook()
     try:
-        config = make_config(tutorial, platform, changes)
+        config = make_config(platform, changes)
         measured = matmul_flops() if platform == "cpu" else None
         step = make_step(tutorial, config, *arguments)
         times = [time.perf_counter()]
@@ -209,11 +206,13 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
         return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
     peaks = trainkit.run_log.PEAK_FLOPS
     peak = next((peaks[k] for k in peaks if name.startswith(k)), measured)
+    n_params = tutorial.count_parameters(config)
+    flops = trainkit.run_log.flops_per_token(config, n_params)
     return {
         "tokens": config.batch_size * config.block_size,
         "seconds": np.diff(times),
         "memory": memory,
-        "peak_tokens_per_s": peak and peak / trainkit.run_log.flops_per_token(config),
+        "peak_tokens_per_s": peak and peak / flops,
     }
 
 

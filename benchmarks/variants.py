@@ -1,11 +1,13 @@
 """Other ways to write parts of the notebook's train step, to measure beside its own.
 
-Each function changes the notebook's module before anything is compiled.
+Each function changes the notebook's module, or a module of trainkit that it calls, before
+anything is compiled.
 """
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 import trainkit.config
 import trainkit.loss
@@ -26,7 +28,7 @@ def vocabulary_not_padded(tutorial) -> None:
 
 def separate_qkv(tutorial) -> None:
     """Three products for query, key, and value, where one of a wider matrix would do."""
-    dense = tutorial.nnx.LinearGeneral.__call__
+    dense = nnx.LinearGeneral.__call__
 
     def products(self, x):
         if self.kernel.ndim == 2:
@@ -35,7 +37,7 @@ def separate_qkv(tutorial) -> None:
         x = x.astype(self.dtype)
         return jnp.stack([x @ kernel[:, i] + bias[i] for i in range(3)], axis=-2)
 
-    tutorial.nnx.LinearGeneral.__call__ = products
+    nnx.LinearGeneral.__call__ = products
 
 
 def loss_differentiated_by_jax(tutorial) -> None:
@@ -45,25 +47,22 @@ def loss_differentiated_by_jax(tutorial) -> None:
     computes the logits again.
     """
 
-    def loss_fn(model, windows, rngs=None):
-        windows = windows.astype(jnp.int32)
-        features = model.features(windows[:, :-1], rngs=rngs)
-        table, vocab_size = model.wte.embedding[...], model.config.vocab_size
-
-        def cross_entropy(chunk):
+    def cross_entropy(table, features, targets, vocab_size, chunks=1):
+        def mean(chunk):
             features, targets = chunk
             logits = trainkit.loss.score_tokens(table, features, vocab_size)
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits.astype(jnp.float32), targets
             ).mean()
 
-        if (chunks := model.config.loss_chunks) == 1:
-            return cross_entropy((features, windows[:, 1:]))
+        if chunks == 1:
+            return mean((features, targets))
 
         def split(x):
             return jnp.stack(jnp.split(x, chunks, axis=1))
 
-        parts = split(features), split(windows[:, 1:])
-        return jax.lax.map(jax.checkpoint(cross_entropy), parts).mean()
+        return jax.lax.map(
+            jax.checkpoint(mean), (split(features), split(targets))
+        ).mean()
 
-    tutorial.loss_fn = loss_fn
+    trainkit.loss.cross_entropy = cross_entropy
