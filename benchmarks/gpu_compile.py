@@ -8,9 +8,10 @@ XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
 writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
-compiler are those that a worker sets, unless XLA_FLAGS holds others.
+compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
 `--original` names the README.md of the tutorial that this one replaces: its step is compiled
-instead, for the same GPUs and as many windows. `--text` keeps the program itself.
+instead, for the same GPUs and as many windows, with XLA's own flags. `--text` keeps the
+program itself.
 """
 
 import argparse
@@ -87,8 +88,9 @@ def main() -> None:
         changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}
     config = trainkit.config.load_config(arguments.config, **changes)
     settings = trainkit.workers.environment(config)
-    os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
-    jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
+    if not arguments.original:
+        os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
+        jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     count = config.worker_range[1] * config.devices_per_worker
     mesh = trainkit.devices.make_mesh(config, virtual_gpus(arguments.gpu, count))
     if arguments.original:
