@@ -14,7 +14,7 @@ SCRIPT = ROOT / "benchmarks/gpu_compile.py"
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None,
     reason="JAX's CUDA plugin, which compiles for GPUs, is not installed: "
-    "pip install -r requirements-gpu.txt",
+    "pip install 'jax[cuda12]==0.10.2'",
 )
 
 
