@@ -30,8 +30,9 @@ from common import (
     random_windows,
 )
 from variants import (
+    gelu_differentiated_by_jax,
     loss_differentiated_by_jax,
-    separate_qkv,
+    one_product_for_qkv,
     vocabulary_not_padded,
     without_donation,
 )
@@ -59,7 +60,8 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
 OTHER_CODE = [  # and the changes of the configuration that each stands beside
     (loss_differentiated_by_jax, {"loss_chunks": 1}),
     (loss_differentiated_by_jax, {"loss_chunks": 8}),
-    (separate_qkv, {}),
+    (one_product_for_qkv, {}),
+    (gelu_differentiated_by_jax, {}),
     (vocabulary_not_padded, {}),
     (without_donation, {}),
 ]

@@ -4,12 +4,15 @@ Each function changes the notebook's module, or a module of trainkit that it cal
 anything is compiled.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
 import trainkit.config
+import trainkit.layers
 import trainkit.loss
 
 
@@ -26,18 +29,20 @@ def vocabulary_not_padded(tutorial) -> None:
     )
 
 
-def separate_qkv(tutorial) -> None:
-    """Three products for query, key, and value, where one of a wider matrix would do."""
-    dense = nnx.LinearGeneral.__call__
+def one_product_for_qkv(tutorial) -> None:
+    """One product of a wider matrix for query, key, and value, and then cut it."""
 
-    def products(self, x):
-        if self.kernel.ndim == 2:
-            return dense(self, x)
-        kernel, bias = (p[...].astype(self.dtype) for p in (self.kernel, self.bias))
-        x = x.astype(self.dtype)
-        return jnp.stack([x @ kernel[:, i] + bias[i] for i in range(3)], axis=-2)
+    def project(linear, x, n_head):
+        B, T, _ = x.shape
+        qkv = linear(x).reshape(B, T, 3, n_head, -1)
+        return jnp.unstack(qkv, axis=2)
 
-    nnx.LinearGeneral.__call__ = products
+    trainkit.layers.project_to_heads = project
+
+
+def gelu_differentiated_by_jax(tutorial) -> None:
+    """What GELU's backward pass needs is kept, where it would be computed again."""
+    trainkit.layers.gelu = partial(nnx.gelu, approximate=True)
 
 
 def loss_differentiated_by_jax(tutorial) -> None:

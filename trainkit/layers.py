@@ -4,6 +4,7 @@ In the comments, B is the batch, T the tokens of a window, D the width, H the he
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from trainkit.checks import SPLASH_BLOCK
-from trainkit.devices import BATCH_AXES, divide_windows
+from trainkit.devices import BATCH_AXES, automatic_axes, divide_windows
 
 
 def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -22,17 +23,21 @@ def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         kind: "xla" runs anywhere and keeps a score for each pair of tokens in memory. The
             fast kernels never do: "cudnn" on NVIDIA GPUs, "splash" on TPUs.
     """
+    kernel = splash_attention
     if kind != "splash":  # is_causal masks inside the kernel; a mask array is slow
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, implementation=kind
+        kernel = partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=kind
         )
-    # XLA can't look into a Pallas kernel to divide its work: each device takes its own
-    # windows and heads.
-    spec = PartitionSpec(BATCH_AXES, None, "tensor")
-    on_each_device = jax.shard_map(
-        splash_attention, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    return on_each_device(q, k, v)
+    axes = automatic_axes()
+    if kind == "xla" or not axes:
+        return kernel(q, k, v)
+    # XLA can't look into a kernel to divide its work: each device takes its own windows,
+    # unless it has them already, and its own heads.
+    windows = BATCH_AXES if set(BATCH_AXES) <= axes else None
+    spec = PartitionSpec(windows, None, "tensor")
+    return jax.shard_map(
+        kernel, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+    )(q, k, v)
 
 
 def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -43,6 +48,40 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
     q, k, v = (x.swapaxes(1, 2) for x in (q / math.sqrt(size), k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
+
+
+def cast_kernels(params: nnx.State, dtype: str) -> nnx.State:
+    """`params` with the kernels of layers in the type that these layers compute in.
+
+    They would cast them each time. Once a step is once for all micro-batches, and the
+    devices fetch half the bytes from one another.
+    """
+
+    def cast(path, param):
+        is_kernel = path[-1] == "kernel"
+        return param.replace(param[...].astype(dtype)) if is_kernel else param
+
+    return nnx.map_state(cast, params)
+
+
+def project_to_heads(
+    linear: nnx.LinearGeneral, x: jax.Array, n_head: int
+) -> list[jax.Array]:
+    """What `linear` makes of `x`, [B, T, D]: query, key, and value, [B, T, H, D/H] each.
+
+    The kernel is [D, 3, D]. One wide product would have to be cut afterwards, and the
+    attention kernels want each part by itself: three products write them so.
+    """
+    B, T, _ = x.shape
+    kernel, bias = (p[...].astype(linear.dtype) for p in (linear.kernel, linear.bias))
+    parts = (x @ kernel[:, i] + bias[i] for i in range(kernel.shape[1]))
+    return [part.reshape(B, T, n_head, -1) for part in parts]
+
+
+@jax.checkpoint
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU in GPT-2's tanh form, which keeps `x` for the backward pass and nothing else."""
+    return nnx.gelu(x, approximate=True)
 
 
 def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> jax.Array:
@@ -79,8 +118,8 @@ def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Ar
     """What `run_blocks` computes, by one compiled block in a loop over all parameters.
 
     Many blocks compile to a long program, and this one stays short. `jax.checkpoint` keeps
-    only each block's input; the backward pass computes the rest again, which costs a third
-    more arithmetic and saves memory.
+    only each block's input; the backward pass computes the rest again but for the MLP's
+    second product, which costs a quarter more arithmetic and saves memory.
     """
     graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)

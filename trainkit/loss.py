@@ -6,7 +6,6 @@ token embedding.
 
 import jax
 import jax.numpy as jnp
-import optax
 
 
 def score_tokens(table: jax.Array, features: jax.Array, vocab_size: int) -> jax.Array:
@@ -47,16 +46,13 @@ def cross_entropy(
 @jax.custom_gradient
 def cross_entropy_of_chunks(table, features, targets, vocab_size):
     """The same for features [chunks, B, T/chunks, D] and targets [chunks, B, T/chunks]."""
-    chunks = len(targets)
 
-    def chunk_loss(table, features, targets):
-        logits = score_tokens(table, features, vocab_size).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return losses.mean() / chunks
+    rows = table.astype(features.dtype)
 
     def add_chunk(total, chunk):
-        loss_and_gradients = jax.value_and_grad(chunk_loss, argnums=(0, 1))
-        loss, (d_table, d_features) = loss_and_gradients(table, *chunk)
+        loss, d_table, d_features = loss_and_gradients(
+            rows, *chunk, vocab_size, targets.size
+        )
         return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
 
     zeros = jnp.zeros(()), jnp.zeros_like(table)
@@ -67,3 +63,24 @@ def cross_entropy_of_chunks(table, features, targets, vocab_size):
         return d_loss * d_table, scale * d_features, None, None
 
     return loss, backward
+
+
+def loss_and_gradients(table, features, targets, vocab_size, n_targets):
+    """The summed loss over `n_targets`, and its gradients by `table` and `features`.
+
+    The gradient of a token's loss by its logits is softmax minus one-hot. Comparing with
+    the target needs no scatter, and like the logits, this is an array of the compute type:
+    float32 numbers exist only on their way through the sums.
+    """
+    logits = score_tokens(table, features, vocab_size)  # (B, T, V)
+    exact = logits.astype(jnp.float32)
+    log_sum = jax.nn.logsumexp(exact, axis=-1, keepdims=True)
+    is_target = jnp.arange(len(table)) == targets[..., None]
+    loss = jnp.sum(log_sum) - jnp.sum(exact, where=is_target)
+
+    d_logits = (jnp.exp(exact - log_sum) - is_target) / n_targets
+    d_logits = d_logits.astype(features.dtype)
+    d_table = jnp.einsum(
+        "btv,btd->vd", d_logits, features, preferred_element_type=jnp.float32
+    )
+    return loss / n_targets, d_table, d_logits @ table

@@ -69,9 +69,16 @@ def environment(config: TrainingConfig) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")  # yours
     if config.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={config.devices_per_worker}"
+    if config.platform == "gpu":
+        # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
+        # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
+        flags = f"--xla_gpu_enable_triton_gemm=false {flags}"
     if flags:
         variables["XLA_FLAGS"] = flags.strip()
     if config.platform == "gpu":
+        # Communicate while computing: docs/GPU_performance.md of NVIDIA/JAX-Toolbox,
+        # "Optimization level". It says, too, that CUDA graphs are on already.
+        variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
         variables["LD_LIBRARY_PATH"] = library_path(
             os.environ.get("LD_LIBRARY_PATH", "")
         )

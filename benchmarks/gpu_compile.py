@@ -1,0 +1,149 @@
+"""Compile the notebook's train step for NVIDIA GPUs, without a GPU.
+
+    pip install -r requirements-gpu.txt nbformat
+    python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
+        [--json] [--text program.txt] [--original README.md] [key=value ...]
+
+XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
+program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
+writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
+beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
+compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
+`--original` names the README.md of the tutorial that this one replaces: its step is compiled
+instead, for the same GPUs and as many windows, with XLA's own flags. `--text` keeps the
+program itself.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which looks for a driver
+
+if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    sys.exit("JAX's CUDA plugin brings the compiler: pip install 'jax[cuda12]==0.10.2'")
+
+import jax
+import program
+from common import load_notebook, parse_changes
+from jax.experimental import topologies
+from tpu_compile import compile_original, compile_step
+
+import trainkit.config
+import trainkit.devices
+import trainkit.workers
+
+GPUS = Path(__file__).resolve().parent / "gpus"
+
+
+def virtual_gpus(name: str, count: int) -> list:
+    """`count` GPUs of one machine that exist by their description only."""
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=(GPUS / f"{name}.txtpb").read_text(),
+        topology=f"1x{count}x1",
+    ).devices
+
+
+def describe(text: str) -> dict:
+    """What there is to read off a compiled program."""
+    parsed = program.parse(text)
+    kinds = program.bytes_by_kind(parsed)
+    return {
+        "moved_gb": round(sum(kinds.values()) / 1e9, 1),
+        "moved_gb_by_kind": {k: round(n / 1e9, 1) for k, n in kinds.items()},
+        "attention_kernels": text.count('custom_call_target="__cudnn$fmha'),
+        "collectives": program.collectives(parsed),
+        "scatters": program.scatters(parsed),
+        "copies_gb": {
+            shapes: round(n / 1e9, 2)
+            for shapes, n in program.copies(parsed).items()
+            if n >= 5e7
+        },
+        "largest": program.largest(parsed),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
+    names = sorted(path.stem for path in GPUS.glob("*.txtpb"))
+    parser.add_argument("--gpu", default="h200", choices=names)
+    parser.add_argument("--gpus", type=int, help="one for each worker")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--text", help="a file for the program's text")
+    parser.add_argument("--original", help="README.md of the original tutorial")
+    arguments = parser.parse_intermixed_args()
+    tutorial = load_notebook()
+    changes = parse_changes(arguments.changes)
+    if arguments.gpus:
+        changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}
+    config = trainkit.config.load_config(arguments.config, **changes)
+    settings = trainkit.workers.environment(config)
+    if not arguments.original:
+        os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
+        jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
+    count = config.worker_range[1] * config.devices_per_worker
+    mesh = trainkit.devices.make_mesh(config, virtual_gpus(arguments.gpu, count))
+    if arguments.original:
+        config = dataclasses.replace(
+            config,
+            batch_size=config.batch_size // config.gradient_accumulation_steps,
+            gradient_accumulation_steps=1,
+        )
+        compiling = compile_original(arguments.original, config, mesh)
+    else:
+        compiling = compile_step(tutorial, config, mesh)
+    compiled, trace_s, compile_s = compiling
+    memory, gib = compiled.memory_analysis(), partial(round, ndigits=2)
+    state = memory.argument_size_in_bytes / 2**30
+    temporary = memory.temp_size_in_bytes / 2**30
+    if arguments.text:
+        Path(arguments.text).write_text(compiled.as_text())
+    data, fsdp, _ = config.mesh_shape(config.worker_range[1])
+    pieces = data * fsdp * config.gradient_accumulation_steps
+    report = {
+        "config": Path(arguments.config).stem,
+        "gpus": f"{count} x {arguments.gpu}",
+        "parameters": tutorial.count_parameters(config),
+        "windows_at_once": config.batch_size // pieces,
+        "state_gib": gib(state),
+        "temporary_gib": gib(temporary),
+        "total_gib": gib(state + temporary),  # results take the state's place
+        **describe(compiled.as_text()),
+        "trace_s": round(trace_s, 1),
+        "compile_s": round(compile_s, 1),
+    }
+    print(json.dumps(report) if arguments.json else as_lines(report))
+
+
+def as_lines(report: dict) -> str:
+    """The report for people: a line for each fact, and for each part of a long one."""
+    lines = []
+    for key, value in report.items():
+        parts = value
+        if isinstance(value, dict):
+            parts = [f"{n:>8} {name}" for name, n in value.items()]
+        elif key == "collectives":
+            parts = [
+                f"{c['times']:>4} x {c['bytes'] / 2**20:8.1f} MiB {c['kind']} "
+                f"{c['arrays']:.60}{' (in a loop)' if c['in_loop'] else ''}"
+                for c in value
+            ]
+        if isinstance(parts, list):
+            lines += [f"{key:20} {len(parts)}", *(f"    {part}" for part in parts)]
+        else:
+            lines.append(f"{key:20} {parts}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The real train step, compiled for GPUs that are not there."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks/gpu_compile.py"
+needs_plugin = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="JAX's CUDA plugin, which compiles for GPUs, is not installed: "
+    "pip install 'jax[cuda12]==0.10.2'",
+)
+
+
+def run_script(*options: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+
+
+def compile_for_gpu(config: str, *options: str) -> dict:
+    """What `benchmarks/gpu_compile.py` says, from a process of its own."""
+    result = run_script(str(ROOT / "configs" / config), *options, "--json")
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    print(report)
+    return report
+
+
+@pytest.mark.extra
+@needs_plugin
+def test_gpt2_124m_for_an_h200():
+    """32 windows at once: what the program moves, and what must not come back."""
+    report = compile_for_gpu(
+        "gpt2-124m.yaml", "batch_size=32", "gradient_accumulation_steps=1"
+    )
+    assert report["windows_at_once"] == 32
+    assert report["attention_kernels"] == 24  # cuDNN's, forward and backward
+    assert report["moved_gb"] <= 105
+    assert report["temporary_gib"] <= 14
+    # Nothing is scattered but the gradients of the two embeddings, and no float32 logits
+    # are ever written.
+    assert sorted(report["scatters"]) == ["f32[1024,768]", "f32[50304,768]"]
+    logits = [a for a in report["largest"] if a.endswith(",50304]")]
+    assert logits and not any(array.startswith("f32") for array in logits)
+    assert not any(",12,64]" in array for array in report["copies_gb"])  # q, k, v
+    assert report["collectives"] == []
+
+
+@pytest.mark.extra
+@needs_plugin
+def test_gradients_meet_once_a_step_on_eight_gpus():
+    report = compile_for_gpu(
+        "gpt2-124m.yaml", "--gpus=8", "gradient_accumulation_steps=2"
+    )
+    sums = report["collectives"]
+    assert {c["kind"] for c in sums} == {"all-reduce"}
+    assert not any(c["in_loop"] for c in sums)
+    assert all("bf16" not in c["arrays"] for c in sums)
+    padding = (50_304 - 50_257) * 768
+    expected = 4 * (report["parameters"] + padding + 1)  # in bytes, and the loss
+    assert sum(c["bytes"] for c in sums) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.extra
+@needs_plugin
+def test_fsdp_scatters_the_sums_on_eight_gpus():
+    report = compile_for_gpu(
+        "gpt2-124m.yaml", "--gpus=8", "gradient_accumulation_steps=2", "fsdp=8"
+    )
+    assert not any(c["in_loop"] for c in report["collectives"])
+    kinds = {c["kind"] for c in report["collectives"] if c["bytes"] >= 2**20}
+    assert kinds == {"all-gather", "reduce-scatter"}  # no matrix is summed whole
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="it is installed"
+)
+def test_without_the_plugin_it_says_what_to_install():
+    result = run_script("configs/gpt2-124m.yaml")
+    assert result.returncode == 1
+    assert "pip install 'jax[cuda12]" in result.stderr

@@ -1,0 +1,185 @@
+"""Gradients written by hand, and summed over devices once a step."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import trainkit.layers
+import trainkit.loss
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def differentiated(table, features, targets, vocab_size, chunks=1):
+    """The loss as `jax.grad` takes it apart, from all logits at once."""
+    logits = trainkit.loss.score_tokens(table, features, vocab_size)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    ).mean()
+
+
+def loss_inputs(vocab_size):
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = -(-vocab_size // 128) * 128
+    table = jax.random.normal(keys[0], (rows, 64)) / 5
+    features = jax.random.normal(keys[1], (4, 24, 64))
+    return table, features, jax.random.randint(keys[2], (4, 24), 0, vocab_size)
+
+
+def gradients_of(loss, table, features, targets, vocab_size, chunks):
+    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1))
+    return value_and_grad(table, features, targets, vocab_size, chunks)
+
+
+def relative(found, exact) -> list[float]:
+    """The length of the difference, of each gradient, in lengths of the exact one."""
+    norm = jnp.linalg.norm
+    return [
+        float(norm(a.astype(jnp.float32) - b) / norm(b)) for a, b in zip(found, exact)
+    ]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_loss_gradients_by_hand_equal_the_differentiated(chunks):
+    table, features, targets = loss_inputs(521)
+    exact_loss, exact = gradients_of(
+        differentiated, table, features, targets, 521, chunks
+    )
+    ours = partial(gradients_of, trainkit.loss.cross_entropy)
+    loss, found = ours(table, features, targets, 521, chunks)
+    assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
+    assert max(relative(found, exact)) < 1e-6
+    assert not np.asarray(found[0])[521:].any()  # the rows that pad the vocabulary
+
+    # In bfloat16, they are as near to float32's as what jax would find.
+    half = features.astype(jnp.bfloat16)
+    _, found = ours(table, half, targets, 521, chunks)
+    _, theirs = gradients_of(differentiated, table, half, targets, 521, chunks)
+    assert found[0].dtype == jnp.float32 and found[1].dtype == jnp.bfloat16
+    for mine, other in zip(relative(found, exact), relative(theirs, exact)):
+        assert mine < 1.05 * other
+
+
+def test_the_loss_scatters_nothing():
+    inputs = *loss_inputs(521), 521, 2
+    compiled = jax.jit(
+        partial(gradients_of, trainkit.loss.cross_entropy), static_argnums=(3, 4)
+    )
+    assert " scatter(" not in compiled.lower(*inputs).compile().as_text()
+
+
+def test_gelu_is_gpt2s_and_keeps_its_input_only():
+    x = jnp.linspace(-4, 4, 101)
+    theirs = partial(nnx.gelu, approximate=True)
+    np.testing.assert_array_equal(trainkit.layers.gelu(x), theirs(x))
+    slopes = [jax.vmap(jax.grad(f))(x) for f in (trainkit.layers.gelu, theirs)]
+    np.testing.assert_allclose(*slopes, atol=1e-6)
+    _, backward = jax.vjp(trainkit.layers.gelu, x)
+    kept = [leaf for leaf in jax.tree.leaves(backward) if jnp.shape(leaf) == x.shape]
+    assert len(kept) == 1
+    np.testing.assert_array_equal(kept[0], x)
+
+
+def test_query_key_and_value_are_those_of_one_product():
+    linear = nnx.LinearGeneral(8, (3, 8), rngs=nnx.Rngs(0))
+    linear.bias[...] = jnp.arange(24.0).reshape(3, 8)
+    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    expected = jnp.unstack(linear(x).reshape(2, 5, 3, 4, 2), axis=2)
+    for part, wanted in zip(
+        trainkit.layers.project_to_heads(linear, x, 4), expected, strict=True
+    ):
+        np.testing.assert_allclose(part, wanted, atol=1e-6)
+
+
+PROGRAM = """
+import json, sys
+sys.path[:0] = ["benchmarks"]
+import jax, numpy as np, program, trainkit.config, trainkit.devices
+from common import load_notebook
+from tpu_compile import compile_step
+
+tutorial = load_notebook()
+windows = np.random.default_rng(0).integers(0, 1000, (4, 16, 33), np.uint16)
+
+def run(data, fsdp, tensor, **changes):
+    devices = jax.devices()[: data * fsdp * tensor]
+    config = trainkit.config.TrainingConfig(
+        vocab_size=1000, block_size=32, n_layer=1, n_head=8, n_embd=64, batch_size=16,
+        gradient_accumulation_steps=2, loss_chunks=2, warmup_steps=3, decay_steps=20,
+        learning_rate=1e-3, fsdp=fsdp, tensor_parallel=tensor,
+        devices_per_worker=len(devices), **{"compute_dtype": "float32"} | changes)
+    mesh = trainkit.devices.make_mesh(config, devices)
+    step = compile_step(tutorial, config, mesh)[0]
+    state, losses = tutorial.initial_state(config, mesh), []
+    for batch in windows:
+        batch = jax.device_put(batch, trainkit.devices.batch_sharding(mesh))
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, program.collectives(program.parse(step.as_text()))
+
+print(json.dumps({
+    "one device": run(1, 1, 1),
+    "data": run(8, 1, 1),
+    "data, bfloat16": run(8, 1, 1, compute_dtype="bfloat16"),
+    "fsdp": run(1, 8, 1),
+    "data and fsdp": run(2, 4, 1),
+    "all three": run(2, 2, 2),
+    "dropout, one device": run(1, 1, 1, dropout=0.3),
+    "dropout, data": run(8, 1, 1, dropout=0.3),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Losses and collectives on each mesh, from a process with eight devices."""
+    flags = "--xla_force_host_platform_device_count=8"
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+MESHES = ["data", "fsdp", "data and fsdp", "all three"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, "dropout, data"])
+def test_losses_of_two_micro_batches_are_those_of_one_device(runs, mesh):
+    alone = "dropout, one device" if "dropout" in mesh else "one device"
+    np.testing.assert_allclose(runs[mesh][0], runs[alone][0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, "data, bfloat16"])
+def test_gradients_meet_once_a_step_in_float32(runs, mesh):
+    collectives = runs[mesh][1]
+    sums = [c for c in collectives if c["kind"] in ("all-reduce", "reduce-scatter")]
+    if mesh != "all three":  # tensor parallelism sums activations, layer by layer
+        assert sums and not any(c["in_loop"] for c in collectives)
+    assert all("bf16" not in c["arrays"] for c in sums)
+
+
+@pytest.mark.slow
+def test_fsdp_sums_no_matrix_whole(runs):
+    def largest(kind):
+        return max(c["bytes"] for c in runs["fsdp"][1] if c["kind"] == kind)
+
+    assert largest("reduce-scatter") > 4 * 1000 * 8  # the token embedding's part
+    assert largest("all-reduce") < 4 * 64 * 64  # biases' and norms' gradients
