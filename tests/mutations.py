@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "test_huggingface.py::test_the_same_function",
-        "README.ipynb",
+        "trainkit/layers.py",
         "approximate=True",
         "approximate=False",
     ),
@@ -122,8 +122,8 @@ MUTATIONS = [
     Mutation(
         "test_run_log.py::test_log_forgets_what_comes_after_the_checkpoint",
         "trainkit/run_log.py",
-        'json.loads(line)["step"] <= step',
-        'json.loads(line)["step"] <= step + 1',
+        "if n <= step]",
+        "if n <= step + 1]",
     ),
     Mutation(
         "test_faults.py::test_bad_steps_are_skipped_up_to_a_bound",
