@@ -156,13 +156,17 @@ def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
 @pytest.mark.parametrize("platform, jax_name", trainkit.workers.PLATFORMS.items())
 def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_name):
     """JAX reads it when it is imported, so it must be there before."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
     config = small(platform=platform, devices_per_worker=2)
     found = trainkit.workers.environment(config)
     assert found["JAX_PLATFORMS"] == jax_name
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/jax-cache")
-    flags = "--xla_force_host_platform_device_count=2" if platform == "cpu" else None
-    assert found.get("XLA_FLAGS") == flags
+    flags = {
+        "cpu": "--xla_force_host_platform_device_count=2",
+        "gpu": "--xla_gpu_enable_triton_gemm=false",
+    }
+    assert found.get("XLA_FLAGS") == flags.get(platform)
     assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")
     remote = dataclasses.replace(config, storage_path="s3://bucket/runs")
     cache = trainkit.workers.environment(remote)["JAX_COMPILATION_CACHE_DIR"]
