@@ -241,7 +241,7 @@ def times_of(config, name: str) -> list[int]:
     return [file.stat().st_mtime_ns for file in files]
 
 
-TURNS = [*range(2), *(pytest.param(n, marks=pytest.mark.extra) for n in range(2, 20))]
+TURNS = [1, *(pytest.param(n, marks=pytest.mark.extra) for n in range(20) if n != 1)]
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_passing_fault_condemns_no_checkpoint(tutorial, cluster, copy_of):
     assert tutorial.make_trainer(longer).fit().metrics["step"] == 55
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_best_checkpoint_is_never_a_refused_one(tutorial, cluster, copy_of):
     """It is refused within a run that goes on, and replaced when its step comes again."""
     config = copy_of("damaged")
@@ -385,7 +385,13 @@ def test_best_checkpoint_is_never_a_refused_one(tutorial, cluster, copy_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["emptied", "lost", "too long"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "emptied",
+        *(pytest.param(h, marks=pytest.mark.extra) for h in ("lost", "too long")),
+    ],
+)
 def test_record_is_made_anew_from_what_is_there(tutorial, cluster, copy_of, harm):
     config = copy_of(f"record-{harm.split()[0]}")
     record = config.run_path / RECORD
