@@ -36,7 +36,7 @@ class WithFeatures(nnx.Module):
             rngs=rngs,
         )
         dense = partial(nnx.Linear, rngs=rngs)
-        self.inner = dense(PAST * D, 4 * D, kernel_init=named(None, "mlp"))
+        self.inner = dense(PAST * D, 4 * D, kernel_init=named("embed", "mlp"))
         self.outer = dense(4 * D, D, kernel_init=named("mlp", "embed"))
 
     def features(self, tokens, *, rngs=None):
