@@ -65,13 +65,18 @@ def shape(name: str) -> dict[str, int]:
         raise ValueError(
             f"init_from: {path} can't be read as JSON ({error})"
         ) from error
+    refuse_others(name, theirs, EXPECTED)
     missing = [key for key in SIZES.values() if key not in theirs]
     if missing:
         raise ValueError(f"init_from: {name}/config.json has no {', '.join(missing)}")
-    expected = EXPECTED | {"eos_token_id": theirs["vocab_size"] - 1}
+    refuse_others(name, theirs, {"eos_token_id": theirs["vocab_size"] - 1})
+    return {ours: theirs[key] for ours, key in SIZES.items()}
+
+
+def refuse_others(name: str, theirs: dict, expected: dict) -> None:
+    """Raise a ValueError if a model says something else of itself than `expected`."""
     for key, value in expected.items():
         if (found := theirs.get(key, value)) != value:
             raise ValueError(
                 f"init_from: {name} has {key} {found!r}, expected {value!r}"
             )
-    return {ours: theirs[key] for ours, key in SIZES.items()}
