@@ -23,14 +23,12 @@ import ray
 import yaml
 from notebook_module import load_notebook as load_notebook
 
-import trainkit
-
 CORES = os.cpu_count()
 
 
 def start_ray(*address: str, **options) -> None:
     """Start Ray as the notebook does, with `trainkit` on every worker."""
-    runtime_env = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+    runtime_env = {"py_modules": [str(ROOT / "trainkit")]}
     ray.init(*address, runtime_env=runtime_env, log_to_driver=False, **options)
 
 

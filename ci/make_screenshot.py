@@ -26,8 +26,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-import trainkit
-import trainkit.config
+from trainkit.config import load_config
 
 TOKEN = Path.home() / ".ray" / "auth_token"  # which the dashboard asks for
 
@@ -35,7 +34,7 @@ TOKEN = Path.home() / ".ray" / "auth_token"  # which the dashboard asks for
 def main() -> None:
     os.chdir(ROOT)
     tutorial = load_notebook()
-    runtime_env = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+    runtime_env = {"py_modules": ["trainkit"]}
     context = ray.init(
         "local", runtime_env=runtime_env, num_cpus=2, log_to_driver=False
     )
@@ -50,7 +49,7 @@ def main() -> None:
         ) as browser,
     ):
         places = {"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"}
-        config = trainkit.config.load_config("configs/smoke.yaml", **places)
+        config = load_config("configs/smoke.yaml", **places)
         tutorial.prepare_dataset(config)
         run = threading.Thread(target=tutorial.make_trainer(config).fit)
         run.start()

@@ -25,8 +25,9 @@ import ray
 import ray.train
 from notebook_module import load_notebook
 
-import trainkit
 from trainkit.config import TrainingConfig
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser):
@@ -52,8 +53,7 @@ def read_arrays(path) -> list[np.ndarray]:
 def start_ray(address: str = "local", **options) -> None:
     """Start Ray, or join a cluster, as the notebook does, if that hasn't been done."""
     if not ray.is_initialized():
-        # Made anew each time: Ray replaces the package by its place in this cluster.
-        environment = {"py_modules": [trainkit], "excludes": ["__pycache__"]}
+        environment = {"py_modules": [str(ROOT / "trainkit")]}
         ray.init(address, runtime_env=environment, log_to_driver=False, **options)
 
 

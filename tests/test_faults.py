@@ -142,7 +142,6 @@ DRIVER = """
 import sys, time
 sys.path[:0] = {root!r}, {root!r} + "/ci"
 import ray
-import trainkit
 from notebook_module import load_notebook
 from trainkit.config import TrainingConfig
 tutorial = load_notebook()
@@ -154,7 +153,7 @@ def slow_train_step(*arguments):
 
 tutorial.train_step = slow_train_step
 config = TrainingConfig(**{settings!r})
-ray.init("local", num_cpus=4, runtime_env={{"py_modules": [trainkit]}})
+ray.init("local", num_cpus=4, runtime_env={{"py_modules": ["{root}/trainkit"]}})
 result = tutorial.make_trainer(config).fit()
 assert result.error is None, result.error
 """

@@ -125,9 +125,9 @@ def test_killed_preparation_leaves_no_finished_folder(small, tmp_path):
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "ci")!r}]
 from notebook_module import load_notebook
-import ray, trainkit
+import ray
 ray.init("local", num_cpus=2, log_to_driver=False,
-         runtime_env={{"py_modules": [trainkit], "excludes": ["__pycache__"]}})
+         runtime_env={{"py_modules": [{str(ROOT / "trainkit")!r}]}})
 tutorial = load_notebook()
 config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
                                  data_dir={config.data_dir!r})

@@ -240,7 +240,7 @@ def test_workers_get_the_package_and_the_requirements(registry):
     ]
     (value,) = [k.value for k in call.keywords if k.arg == "runtime_env"]
     environment = {k.value: v for k, v in zip(value.keys, value.values)}
-    assert ast.unparse(environment["py_modules"]) == "[trainkit]"
+    assert ast.unparse(environment["py_modules"]) == "['trainkit']"
     assert (registry / EXAMPLE / "trainkit/__init__.py").is_file()
     assert ast.literal_eval(environment["pip"]) == "requirements.txt"
     install = cell_with(registry / EXAMPLE / "README.ipynb", publish.INSTALL)
