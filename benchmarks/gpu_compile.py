@@ -96,8 +96,7 @@ def main() -> None:
     if arguments.original:
         config = dataclasses.replace(
             config,
-            batch_size=config.batch_size // config.gradient_accumulation_steps,
-            gradient_accumulation_steps=1,
+            batch_size=config.batch_size // config.micro_batches,
         )
         compiling = compile_original(arguments.original, config, mesh)
     else:
@@ -108,13 +107,11 @@ def main() -> None:
     temporary = memory.temp_size_in_bytes / 2**30
     if arguments.text:
         Path(arguments.text).write_text(compiled.as_text())
-    data, fsdp, _ = config.mesh_shape(config.worker_range[1])
-    pieces = data * fsdp * config.gradient_accumulation_steps
     report = {
         "config": Path(arguments.config).stem,
         "gpus": f"{count} x {arguments.gpu}",
         "parameters": tutorial.count_parameters(config),
-        "windows_at_once": config.batch_size // pieces,
+        "windows_at_once": config.device_windows // config.micro_batches,
         "state_gib": gib(state),
         "temporary_gib": gib(temporary),
         "total_gib": gib(state + temporary),  # results take the state's place

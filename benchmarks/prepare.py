@@ -105,8 +105,7 @@ def measure(way: str, folder: Path) -> dict:
     config = trainkit.config.TrainingConfig(
         dataset=str(folder / "*.parquet"), data_dir=str(folder / "data")
     )
-    documents = trainkit.corpus.load(config)
-    documents = trainkit.corpus.split(documents, config)["train"]
+    documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
     if way == "ours":
         function = tutorial.write_tokens
         start_ray("local", num_cpus=CORES)

@@ -93,7 +93,7 @@ def main() -> None:
     tutorial = load_notebook()
     changes = parse_changes(arguments.changes)
     config = trainkit.config.load_config(arguments.config, **changes)
-    workers = config.num_workers * arguments.slices
+    workers = config.worker_range[1] * arguments.slices
     config = dataclasses.replace(config, num_workers=workers)
     generation = config.accelerator_type.removeprefix("TPU-").lower()
     topology = topologies.get_topology_desc(
@@ -115,9 +115,7 @@ def main() -> None:
         "config": Path(arguments.config).stem,
         "devices": len(topology.devices),
         "parameters": tutorial.count_parameters(config),
-        "windows_per_device_step": config.batch_size
-        // (len(topology.devices) // config.tensor_parallel)
-        // config.gradient_accumulation_steps,
+        "windows_per_device_step": config.device_windows // config.micro_batches,
         "arguments_gib": gib(arguments_gib),
         "temporary_gib": gib(temporary_gib),
         "total_gib": gib(arguments_gib + temporary_gib),  # results take their place

@@ -55,7 +55,7 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
     {"scan_layers": True},
     {"loss_chunks": 1},
     {"loss_chunks": 8},
-    {"gradient_accumulation_steps": 2},  # of a batch that is twice as large
+    {"micro_batches": 2},  # of a batch that is twice as large
 ]
 OTHER_CODE = [  # and the changes of the configuration that each stands beside
     (loss_differentiated_by_jax, {"loss_chunks": 1}),
@@ -74,18 +74,19 @@ def make_config(platform: str, changes: dict):
         config = trainkit.config.TrainingConfig(**CPU)
     else:
         config = trainkit.config.load_config(ROOT / "configs" / CONFIGS[platform])
-    devices = config.num_workers * config.devices_per_worker
-    micro_batch = config.batch_size // devices // config.gradient_accumulation_steps
-    one = {"num_workers": 1, "devices_per_worker": 1, "topology": None}
-    one |= {"gradient_accumulation_steps": 1} | changes
-    one["batch_size"] = micro_batch * one["gradient_accumulation_steps"]
+    windows = config.device_windows // config.micro_batches
+    one = {"num_workers": 1, "devices_per_worker": 1, "topology": None} | changes
+    one |= {
+        "device_batch_size": windows,
+        "batch_size": windows * one.pop("micro_batches", 1),
+    }
     return dataclasses.replace(config, **one)
 
 
 def variants(platform: str) -> list[dict]:
-    """Those of VARIANTS that name fields of the configuration and change it."""
-    config = dataclasses.asdict(make_config(platform, {}))
-    return [v for v in VARIANTS if all(config.get(k, x) != x for k, x in v.items())]
+    """Those of VARIANTS that change the configuration."""
+    config = make_config(platform, {})
+    return [v for v in VARIANTS if all(getattr(config, k) != x for k, x in v.items())]
 
 
 def name_of(changes: dict, code: str = "") -> str:

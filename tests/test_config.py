@@ -25,7 +25,13 @@ def test_defaults_are_gpt2_small():
     assert config.batch_size * config.block_size == 491_520  # nanoGPT's tokens a step
 
 
-CLASSES = "ModelConfig", "RecipeConfig", "MachineConfig", "TrainingConfig"
+CLASSES = (
+    "ShapeConfig",
+    "ModelConfig",
+    "RecipeConfig",
+    "MachineConfig",
+    "TrainingConfig",
+)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -47,8 +53,10 @@ def test_file_loads(path):
     assert (
         Path(config.storage_path).is_absolute() and Path(config.data_dir).is_absolute()
     )
-    devices = config.num_workers * config.devices_per_worker
-    assert math.prod(config.mesh_shape(config.num_workers)) == devices
+    workers = config.worker_range[1]
+    devices = workers * config.devices_per_worker
+    assert math.prod(config.mesh_shape(workers)) == devices
+    config = dataclasses.replace(config, num_workers=workers)
     scaling = trainkit.workers.scaling_config(config)
     assert scaling.use_gpu == (config.platform == "gpu")
     assert scaling.use_tpu == (config.platform == "tpu")
@@ -63,7 +71,8 @@ def test_file_loads(path):
         ({"learning_rate": "6e-4"}, ["learning_rate", "6e-4"]),
         ({"platform": "npu"}, ["platform", "'cpu', 'gpu' or 'tpu'"]),
         ({"n_embd": 130}, ["n_embd (130)", "n_head (4)"]),
-        ({"batch_size": 7}, ["batch_size (7)", "2 devices"]),
+        ({"batch_size": 7}, ["batch_size (7)", "2 devices", "6 or 8 would"]),
+        ({"batch_size": 10, "num_workers": 4}, ["8 or 12 would", "(num_workers: 2)"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
         ({"num_workers": [1, 3]}, ["batch_size (8)", "3 devices"]),
         ({"num_workers": 3, "fsdp": 3, "batch_size": 9}, ["fsdp (3)", "n_embd (128)"]),
@@ -108,6 +117,45 @@ def test_run_name_follows_the_recipe():
 
     assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
     assert name() != name(max_skipped_steps=2)  # the optimizer's state has another form
+    assert name() != name(max_documents=9) != name(max_documents=8)
+    free = {"loss_chunks": 2, "scan_layers": True, "device_batch_size": 1, "fsdp": 2}
+    assert name() == name(**free)  # rounding, at most
+
+
+def test_stories_are_the_same_on_gpus_and_tpus():
+    recipes = []
+    for name in ("stories", "stories-tpu-v6e"):
+        config = trainkit.config.load_config(ROOT / f"configs/{name}.yaml")
+        fields = dataclasses.fields(trainkit.config.RecipeConfig)
+        recipes.append({field.name: getattr(config, field.name) for field in fields})
+        assert config.max_steps == config.decay_steps == 2_000
+        assert config.run_name.startswith(name + "-")
+    assert recipes[0] == recipes[1]
+
+
+DIVISIONS = [  # file, what differs, workers, devices, micro-batches, windows in each
+    ("gpt2-124m", {"num_workers": 1}, 1, 1, 15, 32),
+    ("gpt2-124m", {"num_workers": 2}, 2, 2, 8, 30),
+    ("gpt2-124m", {"num_workers": 8}, 8, 8, 2, 30),
+    ("gpt2-124m", {"num_workers": 4, "devices_per_worker": 8}, 4, 32, 1, 15),
+    ("gpt2-124m", {"num_workers": 32}, 32, 32, 1, 15),
+    ("gpt2-124m-tpu-v6e", {}, 4, 16, 2, 16),
+    ("gpt2-124m-tpu-v6e", {"topology": "8x8"}, 16, 64, 1, 8),
+    ("gpt2-xl", {}, 4, 16, 2, 16),
+    ("stories", {"num_workers": 1}, 1, 1, 4, 32),
+    ("stories", {"num_workers": 32}, 32, 32, 1, 4),
+    ("stories-tpu-v6e", {"topology": "8x8"}, 16, 64, 1, 2),
+]
+
+
+@pytest.mark.parametrize("name, changes, workers, devices, parts, windows", DIVISIONS)
+def test_batch_follows_the_devices(name, changes, workers, devices, parts, windows):
+    config = trainkit.config.load_config(ROOT / f"configs/{name}.yaml", **changes)
+    found = trainkit.workers.division(config)
+    assert (found["workers"], found["devices"]) == (workers, devices)
+    assert found["micro-batches"] == f"{parts} of {windows}"
+    assert config.micro_batches == parts and windows <= config.device_batch_size
+    assert parts * windows * math.prod(config.mesh_shape(workers)[:2]) == found["batch"]
 
 
 def test_relative_places_mean_the_same_to_workers(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
 
+from pathlib import Path
+
 import datasets
 import pytest
 
@@ -24,7 +26,7 @@ def write(folder, suffix: str) -> None:
 def test_files_in_the_order_of_their_names(small, tmp_path, suffix):
     write(tmp_path, suffix)
     config = small(dataset=f"{tmp_path}/*.{suffix}")
-    documents = trainkit.corpus.load(config)
+    documents = trainkit.corpus.load(config)["train"]
     assert list(documents["text"]) == TEXTS
     source = trainkit.corpus.describe(config)
     sizes = [path.stat().st_size for path in tmp_path.glob(f"*.{suffix}")]
@@ -32,7 +34,7 @@ def test_files_in_the_order_of_their_names(small, tmp_path, suffix):
 
 
 def test_builtin_text_needs_no_files(small):
-    documents = trainkit.corpus.load(small())
+    documents = trainkit.corpus.load(small())["train"]
     assert len(documents) > 50 and all(documents["text"])
     assert "files" not in trainkit.corpus.describe(small())
 
@@ -59,17 +61,76 @@ def test_hub_out_of_reach_names_the_ways_out(small, monkeypatch):
         trainkit.corpus.load(small(dataset="nobody/nothing"))
 
 
+def hub_folder(folder: Path, **splits: list[list[str]]) -> str:
+    """A dataset as it lies on the hub: Parquet files, named by split, in `data`."""
+    (folder / "data").mkdir()
+    for split, files in splits.items():
+        for i, texts in enumerate(files):
+            name = f"data/{split}-{i:05d}-of-{len(files):05d}.parquet"
+            datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / name)
+    return str(folder)
+
+
+STORIES = [[f"story {i} of file {k}" for i in range(50)] for k in range(4)]
+
+
+def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
+    """As roneneldan/TinyStories has one, beside four files to train on."""
+    folder = hub_folder(tmp_path, train=STORIES, validation=[["last", "words"]])
+    config = small(dataset=folder)
+    parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
+    assert list(parts["train"]["text"]) == sum(STORIES, [])
+    assert list(parts["val"]["text"]) == ["last", "words"]
+    assert "files" not in trainkit.corpus.describe(config)
+
+
+def test_dataset_of_the_hub_without_validation_is_divided(small, tmp_path):
+    config = small(dataset=hub_folder(tmp_path, train=STORIES), val_fraction=0.1)
+    parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
+    assert (len(parts["train"]), len(parts["val"])) == (180, 20)
+
+
+def test_first_documents_need_no_more_than_their_files(small, tmp_path):
+    """The files behind them are never opened: here, they are no Parquet."""
+    folder = hub_folder(tmp_path, train=STORIES, validation=[["last", "words"]])
+    for i in (2, 3):
+        path = next(tmp_path.glob(f"data/train-{i:05d}-*"))
+        path.write_bytes(path.read_bytes()[:-99])
+    config = small(dataset=folder, max_documents=70)
+    for _ in range(2):  # the second time, from the cache
+        splits = trainkit.corpus.load(config)
+        assert list(splits["train"]["text"]) == sum(STORIES, [])[:70]
+        assert list(splits["validation"]["text"]) == ["last", "words"]
+    assert trainkit.corpus.describe(config)["max_documents"] == 70
+    with pytest.raises(ConnectionError, match="dataset: cannot load"):
+        trainkit.corpus.load(small(dataset=folder))  # all of them
+
+
+def test_dataset_without_a_split_to_train_on(small, tmp_path):
+    folder = hub_folder(tmp_path, test=STORIES)
+    with pytest.raises(ValueError, match=r"dataset: .*splits \['test'\]"):
+        trainkit.corpus.load(small(dataset=folder))
+
+
+def test_first_documents_of_files(small, tmp_path):
+    write(tmp_path, "jsonl")
+    config = small(dataset=f"{tmp_path}/*.jsonl", max_documents=3)
+    assert list(trainkit.corpus.load(config)["train"]["text"]) == TEXTS[:3]
+
+
 def test_split_is_a_division(small):
     """Each document is in one part, in another order for no other reason than the seed."""
     texts = [str(i) for i in range(100)]
     documents = datasets.Dataset.from_dict({"text": texts})
-    parts = trainkit.corpus.split(documents, small(val_fraction=0.08))
+    parts = trainkit.corpus.split({"train": documents}, small(val_fraction=0.08))
     assert len(parts["val"]) == 8
     assert sorted([*parts["train"]["text"], *parts["val"]["text"]]) == sorted(texts)
-    again = trainkit.corpus.split(documents, small(val_fraction=0.08, seed=1))
+    again = trainkit.corpus.split(
+        {"train": documents}, small(val_fraction=0.08, seed=1)
+    )
     assert again["val"]["text"] == parts["val"]["text"]  # validation never moves
     with pytest.raises(ValueError, match=r"1 document\(s\), but"):
-        trainkit.corpus.split(documents.select([0]), small())
+        trainkit.corpus.split({"train": documents.select([0])}, small())
 
 
 def test_tasks_get_eight_megabytes_each():

@@ -42,9 +42,7 @@ def compile_for_gpu(config: str, *options: str) -> dict:
 @needs_plugin
 def test_gpt2_124m_for_an_h200():
     """32 windows at once: what the program moves, and what must not come back."""
-    report = compile_for_gpu(
-        "gpt2-124m.yaml", "batch_size=32", "gradient_accumulation_steps=1"
-    )
+    report = compile_for_gpu("gpt2-124m.yaml", "batch_size=32")
     assert report["windows_at_once"] == 32
     assert report["attention_kernels"] == 24  # cuDNN's, forward and backward
     assert report["moved_gb"] <= 105
@@ -61,9 +59,7 @@ def test_gpt2_124m_for_an_h200():
 @pytest.mark.extra
 @needs_plugin
 def test_gradients_meet_once_a_step_on_eight_gpus():
-    report = compile_for_gpu(
-        "gpt2-124m.yaml", "--gpus=8", "gradient_accumulation_steps=2"
-    )
+    report = compile_for_gpu("gpt2-124m.yaml", "--gpus=8")
     sums = report["collectives"]
     assert {c["kind"] for c in sums} == {"all-reduce"}
     assert not any(c["in_loop"] for c in sums)
@@ -76,9 +72,7 @@ def test_gradients_meet_once_a_step_on_eight_gpus():
 @pytest.mark.extra
 @needs_plugin
 def test_fsdp_scatters_the_sums_on_eight_gpus():
-    report = compile_for_gpu(
-        "gpt2-124m.yaml", "--gpus=8", "gradient_accumulation_steps=2", "fsdp=8"
-    )
+    report = compile_for_gpu("gpt2-124m.yaml", "--gpus=8", "fsdp=8")
     assert not any(c["in_loop"] for c in report["collectives"])
     kinds = {c["kind"] for c in report["collectives"] if c["bytes"] >= 2**20}
     assert kinds == {"all-gather", "reduce-scatter"}  # no matrix is summed whole

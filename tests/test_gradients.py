@@ -115,7 +115,7 @@ def run(data, fsdp, tensor, **changes):
     devices = jax.devices()[: data * fsdp * tensor]
     config = trainkit.config.TrainingConfig(
         vocab_size=1000, block_size=32, n_layer=1, n_head=8, n_embd=64, batch_size=16,
-        gradient_accumulation_steps=2, loss_chunks=2, warmup_steps=3, decay_steps=20,
+        device_batch_size=8 // (data * fsdp), loss_chunks=2, warmup_steps=3, decay_steps=20,
         learning_rate=1e-3, fsdp=fsdp, tensor_parallel=tensor,
         devices_per_worker=len(devices), **{"compute_dtype": "float32"} | changes)
     mesh = trainkit.devices.make_mesh(config, devices)

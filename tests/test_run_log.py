@@ -5,6 +5,7 @@ import json
 import struct
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -13,6 +14,14 @@ from tensorboardX.proto import event_pb2
 
 import trainkit.config
 import trainkit.run_log
+
+
+class State(NamedTuple):
+    step: jax.Array
+
+
+def state_at(step: int) -> State:
+    return State(jax.numpy.int32(step))
 
 
 def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
@@ -24,7 +33,7 @@ def test_log_line_has_speed_and_mfu(tutorial, small, monkeypatch):
     config = small()
     config.run_path.mkdir(parents=True)
     n_params = tutorial.count_parameters(config)
-    log = trainkit.run_log.RunLog(config, 0, n_params)
+    log = trainkit.run_log.RunLog(config, state_at(0), n_params)
     for step in (1, 2):
         log.add(step, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
     log.write()
@@ -43,7 +52,7 @@ def test_log_forgets_what_comes_after_the_checkpoint(small):
     path.write_text(
         "".join(f'{{"step": {n}}}\n' for n in range(1, 6)) + '{"step": 6, "lo'
     )
-    trainkit.run_log.RunLog(config, 3, n_params=1)
+    trainkit.run_log.RunLog(config, state_at(3), n_params=1)
     assert path.read_text() == "".join(f'{{"step": {n}}}\n' for n in range(1, 4))
 
 
@@ -60,7 +69,7 @@ def events_of(folder) -> list:
 def test_log_is_there_for_tensorboard_too(small):
     config = small()
     config.run_path.mkdir(parents=True)
-    log = trainkit.run_log.RunLog(config, 0, n_params=1)
+    log = trainkit.run_log.RunLog(config, state_at(0), n_params=1)
     log.add(1, {"loss": jax.numpy.float32(3), "grad_norm": jax.numpy.float32(1)})
     log.write()
     time.sleep(3)  # a thread writes the events
@@ -78,7 +87,7 @@ def test_profile_of_chosen_steps(tutorial, small):
     config = small(profile_steps=[2, 4])
     config.run_path.mkdir(parents=True)
     state = tutorial.create_state(config)
-    log = trainkit.run_log.RunLog(config, 0, n_params=1)
+    log = trainkit.run_log.RunLog(config, state, n_params=1)
     for step, windows in enumerate(windows_for(config, 5), 1):
         state, metrics = tutorial.train_step(state, windows, config)
         log.add(step, metrics)

@@ -89,7 +89,7 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
         num_workers=2,
         warmup_steps=2,
     )
-    texts = trainkit.corpus.load(config)["text"][:12]
+    texts = trainkit.corpus.load(config)["train"]["text"][:12]
     tokenizer = tiktoken.get_encoding("gpt2")
     tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
     documents = datasets.Dataset.from_dict({"text": texts})

@@ -78,7 +78,7 @@ def test_accumulation_equals_the_large_batch(tutorial, small, k):
     batches = windows_for(small(batch_size=8), 5)
     whole, losses = run(tutorial, small(batch_size=8), batches)
     parts, part_losses = run(
-        tutorial, small(batch_size=8, gradient_accumulation_steps=k), batches
+        tutorial, small(batch_size=8, device_batch_size=8 // k), batches
     )
     np.testing.assert_allclose(losses, part_losses, atol=1e-5)
     for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params)):
@@ -89,7 +89,7 @@ def test_accumulation_costs_one_buffer(tutorial, small):
     """From 2 to 8 micro-batches of one size, no further gradients are kept."""
 
     def temporary(k):
-        config = small(batch_size=4 * k, gradient_accumulation_steps=k)
+        config = small(batch_size=4 * k, device_batch_size=4)
         state = jax.eval_shape(lambda: tutorial.create_state(config))
         shape = (config.batch_size, config.block_size + 1)
         windows = jax.ShapeDtypeStruct(shape, np.uint16)
@@ -135,7 +135,7 @@ def test_one_compilation(tutorial, small):
 
 
 def test_evaluation_is_the_mean_without_dropout(tutorial, small):
-    config = small(dropout=0.5, gradient_accumulation_steps=2)
+    config = small(dropout=0.5, device_batch_size=2)
     params = tutorial.create_state(config).params
     windows = windows_for(config, 1)[0]
     loss = tutorial.eval_step(params, windows, config)

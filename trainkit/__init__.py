@@ -6,6 +6,7 @@ config       what decides a run: TrainingConfig, load_config
 corpus       documents: from the hub, from files, or built in
 tokens       train.bin and val.bin, and the order of their windows
 devices      the mesh of all devices, and batches on it
+memory       what a step needs of it, and what to do when it runs out
 layers       attention kernels, scanned blocks
 loss         logits and cross-entropy, in parts
 storage      storage that fails for a moment

@@ -277,7 +277,9 @@ def load_params(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
                 "that a run has saved, such as step_00001000"
             )
-        config = TrainingConfig(**settings)
+        fields = {field.name for field in dataclasses.fields(TrainingConfig)}
+        known = {k: v for k, v in settings.items() if k in fields}  # of older versions
+        config = TrainingConfig(**known)
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),

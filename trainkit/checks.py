@@ -17,9 +17,10 @@ def check(config) -> None:
     check_fields(config)
     check_attention(config)
     check_topology(config)
-    fewest, most = config.worker_range
-    for workers in range(fewest, most + 1, config.workers_per_slice):
-        check_mesh(config, workers)
+    if config.num_workers or config.topology:  # otherwise `workers.complete` knows them
+        fewest, most = config.worker_range
+        for workers in range(fewest, most + 1, config.workers_per_slice):
+            check_mesh(config, workers)
 
 
 def check_fields(config) -> None:
@@ -115,11 +116,17 @@ def check_topology(config) -> None:
         )
 
 
+def dividing(config, workers: int) -> int:
+    """The most workers, up to `workers`, over whose devices a batch divides evenly."""
+    each = config.devices_per_worker / config.tensor_parallel
+    counts = range(workers, 0, -config.workers_per_slice)
+    return next((n for n in counts if config.batch_size % (n * each) == 0), 1)
+
+
 def check_mesh(config, workers: int) -> None:
     """Refuse a mesh that `workers` cannot form or cannot share a batch on."""
     data, fsdp, tensor = config.mesh_shape(workers)
     devices = workers * config.devices_per_worker
-    pieces = data * fsdp * config.gradient_accumulation_steps
     slices = workers // config.workers_per_slice if config.topology else 1
     if data % slices:
         raise ValueError(
@@ -131,11 +138,13 @@ def check_mesh(config, workers: int) -> None:
             f"data_parallel x fsdp x tensor_parallel ({data} x {fsdp} x {tensor}) "
             f"is not num_workers x devices_per_worker ({devices})"
         )
-    if config.batch_size % pieces:
+    if over := config.batch_size % (data * fsdp):
+        less = config.batch_size - over
+        would_do = [size for size in (less, less + data * fsdp) if size]
         raise ValueError(
-            f"batch_size ({config.batch_size}) does not divide evenly over "
-            f"{data * fsdp} devices x gradient_accumulation_steps "
-            f"({config.gradient_accumulation_steps})"
+            f"batch_size ({config.batch_size}) does not divide evenly over {data * fsdp} "
+            f"devices; {' or '.join(map(str, would_do))} would, and so would fewer "
+            f"workers (num_workers: {dividing(config, workers)})"
         )
     if config.n_embd % fsdp or config.padded_vocab_size % tensor:
         raise ValueError(

@@ -31,7 +31,7 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, config=STRICT)
-class ModelConfig:
+class ShapeConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
     vocab_size: Annotated[int, Field(gt=0, le=2**16)] = 50_257  # tokens are uint16
@@ -41,9 +41,6 @@ class ModelConfig:
     n_embd: PositiveInt = 768
     dropout: Fraction = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
-    attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
-    loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
-    scan_layers: bool = False  # one compiled block in a loop: for many layers
 
     @property
     def padded_vocab_size(self) -> int:
@@ -52,10 +49,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class RecipeConfig(ModelConfig):
-    """The data and the optimizer. Together with the model, they decide the result."""
+class ModelConfig(ShapeConfig):
+    """The shape, and how it is computed, which changes numbers by rounding only."""
+
+    attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
+    loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
+    scan_layers: bool = False  # one compiled block in a loop: for many layers
+
+
+@dataclass(frozen=True, config=STRICT)
+class RecipeConfig(ShapeConfig):
+    """What decides the result: the shape, the data, the optimizer, and the seed."""
 
     dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
+    max_documents: PositiveInt | None = None  # the first so many; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
     init_from: Text = "scratch"  # or a Hugging Face GPT-2: hub name or folder
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
@@ -76,25 +83,26 @@ class MachineConfig:
     """The workers, and how the model is spread over their devices.
 
     Other values here change how fast the result comes, and the result by no more than
-    rounding. (With dropout, `gradient_accumulation_steps` also decides what is drawn.)
+    rounding. (With dropout, the number of micro-batches also decides what is drawn.)
     """
 
     platform: Literal["cpu", "gpu", "tpu"] = "gpu"
-    num_workers: PositiveInt | Range = 1  # processes; elastic if a range: [2, 4]
+    num_workers: PositiveInt | Range | None = None  # processes; None: as many as the
+    # cluster's GPUs or TPU hosts allow, or 1 on CPUs; elastic if a range: [2, 4]
     devices_per_worker: PositiveInt = 1  # GPUs, TPU chips, or simulated CPU devices
     cpus_per_worker: Positive = 1.0
     topology: Topology | None = None  # TPU slice, such as "4x4"
     accelerator_type: str | None = None  # TPU generation, such as "TPU-V6E"
     autoscaling: bool = False  # True: the cluster adds missing machines by itself
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches of a batch
+    device_batch_size: PositiveInt = 32  # windows that a device takes at once, at most
     data_parallel: int = -1  # mesh axes; -1 takes the devices that the others leave
     fsdp: PositiveInt = 1
     tensor_parallel: PositiveInt = 1
 
     @property
     def worker_range(self) -> tuple[int, int]:
-        """The fewest and the most workers."""
-        n = self.num_workers
+        """The fewest and the most workers; without `num_workers`, one, or a slice's."""
+        n = self.num_workers or self.workers_per_slice
         return n if isinstance(n, tuple) else (n, n)
 
     @property
@@ -116,7 +124,7 @@ class MachineConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class TrainingConfig(RecipeConfig, MachineConfig):
+class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     """Everything that decides a run: the classes above, the loop, and the places."""
 
     max_steps: PositiveInt = 600_000
@@ -131,6 +139,19 @@ class TrainingConfig(RecipeConfig, MachineConfig):
     run_name: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] = "gpt2"
     data_dir: Text = "data"  # on storage that all nodes share, as the next one
     storage_path: Text = "runs"  # may be remote, such as s3://my-bucket/runs
+
+    @property
+    def device_windows(self) -> int:
+        """The windows of a batch that each device gets, of the most workers."""
+        data, fsdp, _ = self.mesh_shape(self.worker_range[1])
+        return self.batch_size // (data * fsdp)
+
+    @property
+    def micro_batches(self) -> int:
+        """The parts that these go through in: as few as `device_batch_size` allows."""
+        windows = self.device_windows
+        fewest = math.ceil(windows / self.device_batch_size)
+        return next(k for k in range(fewest, windows + 1) if windows % k == 0)
 
     @property
     def run_path(self) -> epath.Path:
@@ -221,9 +242,13 @@ def read_yaml(path: str | Path) -> dict:
 
 def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
-    recipe = [getattr(config, field.name) for field in dataclasses.fields(RecipeConfig)]
-    fingerprint = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:6]
+    fields, values = dataclasses.fields(RecipeConfig), vars(config)
+    recipe = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+    text = json.dumps(recipe, sort_keys=True)
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")
+    if config.max_documents:
+        dataset += f"-{config.max_documents}"
     return {
         "run_name": f"{Path(path).stem}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / dataset),

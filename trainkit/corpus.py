@@ -4,7 +4,7 @@ import glob
 import json
 import math
 import os
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -20,36 +20,41 @@ FILE_FORMATS = {
 SPLIT_SEED = 2357  # nanoGPT's
 
 
-def load(config) -> datasets.Dataset:
-    """The documents of `config.dataset`, in a column named `text`.
+def load(config) -> dict[str, datasets.Dataset]:
+    """The documents of `config.dataset`, in a column named `text`, by split.
 
+    There is one split, "train"; a dataset of the hub may have a "validation", too.
     "builtin" is text that every Python installation carries, the help pages of the
     language.
 
     Raises:
         FileNotFoundError, ConnectionError, ValueError: there are none, or not as text.
     """
-    if config.dataset == "builtin":
-        return datasets.Dataset.from_dict({"text": list(topics.values())})
-    files = sorted(glob.glob(config.dataset))
-    suffix = Path(config.dataset).suffix
-    if files and suffix not in FILE_FORMATS:
-        raise ValueError(
-            f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}; end the "
-            f"pattern {config.dataset} in one of these"
-        )
-    if not files and suffix in FILE_FORMATS:
-        raise FileNotFoundError(f"dataset: no file matches {config.dataset}")
-    cache = f"{config.data_dir}-download"  # where every node sees it
-    load_dataset = partial(datasets.load_dataset, split="train", cache_dir=cache)
-    if files:
-        builder, options = FILE_FORMATS[suffix]
-        try:
-            documents = load_dataset(builder, data_files=files, **options)
-        except Exception as error:
-            raise ValueError(f"dataset: {flaw(files) or error}") from error
+    name = config.dataset
+    files = find_files(config)
+    if name == "builtin":
+        splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
+    elif files or Path(name).suffix in FILE_FORMATS:
+        splits = {"train": load_files(files, config)}
     else:
-        documents = load_from_hub(load_dataset, config)
+        splits = load_from_hub(config)
+    if "train" not in splits:
+        raise ValueError(
+            f"dataset: {name} has the splits {sorted(splits)}, but training needs one "
+            "named 'train'"
+        )
+    splits = {k: splits[k] for k in ("train", "validation") if k in splits}
+    for documents in splits.values():
+        check(documents, config)
+    most = config.max_documents
+    return {
+        k: split.take(min(most or len(split), len(split)))
+        for k, split in splits.items()
+    }
+
+
+def check(documents: datasets.Dataset, config) -> None:
+    """Refuse documents without a column of text."""
     if "text" not in documents.column_names:
         raise ValueError(
             f"dataset: {config.dataset} has the columns {documents.column_names}, "
@@ -62,7 +67,34 @@ def load(config) -> datasets.Dataset:
         )
     if empty := documents.data.column("text").null_count:
         raise ValueError(f"dataset: {empty} documents in {config.dataset} have no text")
-    return documents
+
+
+def find_files(config) -> list[str]:
+    """The files that `config.dataset` names, if it doesn't name a dataset of the hub."""
+    return [file for file in sorted(glob.glob(config.dataset)) if os.path.isfile(file)]
+
+
+def cache(config) -> str:
+    """Where the datasets library keeps what it has read, so that every node sees it."""
+    return f"{config.data_dir}-download"
+
+
+def load_files(files: list[str], config) -> datasets.Dataset:
+    """The documents in files that this machine sees."""
+    suffix = Path(config.dataset).suffix
+    if not files:
+        raise FileNotFoundError(f"dataset: no file matches {config.dataset}")
+    if suffix not in FILE_FORMATS:
+        raise ValueError(
+            f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}; end the "
+            f"pattern {config.dataset} in one of these"
+        )
+    builder, options = FILE_FORMATS[suffix]
+    options = options | {"split": "train", "cache_dir": cache(config)}
+    try:
+        return datasets.load_dataset(builder, data_files=files, **options)
+    except Exception as error:
+        raise ValueError(f"dataset: {flaw(files) or error}") from error
 
 
 def flaw(files: list[str]) -> str | None:
@@ -88,25 +120,52 @@ def flaw(files: list[str]) -> str | None:
     return None
 
 
-def load_from_hub(load_dataset, config) -> datasets.Dataset:
-    """A dataset of the Hugging Face hub, or an error that says what else to do."""
+def load_from_hub(config) -> dict[str, datasets.Dataset]:
+    """The splits of a dataset of the Hugging Face hub, or of a folder in that form.
+
+    With `max_documents`, no more is downloaded than the files in which these stand.
+
+    Raises:
+        ConnectionError: with what else to do.
+    """
+    name, most = config.dataset, config.max_documents
     try:
-        return load_dataset(config.dataset)
-    except (OSError, RuntimeError, ValueError) as error:
+        if not most:
+            return datasets.load_dataset(name, cache_dir=cache(config))
+        streams = datasets.load_dataset(name, streaming=True)
+        return {
+            split: datasets.Dataset.from_generator(
+                iter_rows,
+                gen_kwargs={"stream": stream.take(most)},
+                features=stream.features,
+                cache_dir=cache(config),
+            )
+            for split, stream in streams.items()
+        }
+    except Exception as error:  # of many kinds
         raise ConnectionError(
-            f"dataset: cannot load {config.dataset!r} from the Hugging Face hub "
-            f"({error}). Check the name and the network, set `dataset` "
-            "to local .txt, .jsonl, or .parquet files, or put a train.bin and a "
-            f"val.bin in {config.data_dir}."
+            f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
+            "the name and the network, set `dataset` to local .txt, .jsonl, or .parquet "
+            f"files, or put a train.bin and a val.bin in {config.data_dir}."
         ) from error
 
 
-def split(documents: datasets.Dataset, config) -> dict[str, datasets.Dataset]:
-    """The documents to train on and to validate with, divided as nanoGPT divides them.
+def iter_rows(stream: datasets.IterableDataset) -> Iterator[dict]:
+    """The rows of a stream: a function, by whose name the datasets library caches them."""
+    yield from stream
+
+
+def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dataset]:
+    """The documents to train on, "train", and to validate with, "val".
+
+    A dataset that has no split named "validation" is divided as nanoGPT divides it.
 
     Raises:
         ValueError: there are too few.
     """
+    documents = splits["train"]
+    if "validation" in splits:
+        return {"train": documents, "val": splits["validation"]}
     if len(documents) < 2:
         raise ValueError(
             f"dataset: {config.dataset} has {len(documents)} document(s), but a training "
@@ -133,6 +192,8 @@ def describe(config) -> dict:
         "val_fraction": config.val_fraction,
         "split_seed": SPLIT_SEED,
     }
-    if files := glob.glob(config.dataset):  # your own, which may change
+    if config.max_documents:
+        source["max_documents"] = config.max_documents
+    if files := find_files(config):  # your own, which may change
         source |= {"files": len(files), "bytes": sum(map(os.path.getsize, files))}
     return source

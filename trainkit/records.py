@@ -20,8 +20,6 @@ from etils import epath
 from trainkit.config import RecipeConfig, TrainingConfig
 
 RECORD = "checkpoint_manager_snapshot.json"  # Ray's
-# Another of these changes a run's numbers by no more than rounding.
-FREE = {"attention", "loss_chunks", "scan_layers"}
 
 
 def saved(config: TrainingConfig, recorded: str = "") -> list[str]:
@@ -101,11 +99,12 @@ def check_recipe(config: TrainingConfig) -> None:
         ValueError: with the fields that differ, what they were, and what they are now.
     """
     settings = next(filter(None, (settings_of(config, n) for n in folders(config))), {})
-    now, recipe = vars(config), {f.name for f in dataclasses.fields(RecipeConfig)}
+    now, recipe = vars(config), dataclasses.fields(RecipeConfig) if settings else ()
+    before = {field.name: settings.get(field.name, field.default) for field in recipe}
     differing = [
         f"{key} was {value!r}, and is {now[key]!r}"
-        for key, value in settings.items()
-        if key in recipe - FREE and value != now[key]
+        for key, value in before.items()
+        if value != now[key]
     ]
     if differing:
         raise ValueError(

@@ -9,11 +9,12 @@ since no other can be moved by a process on another machine.
 import contextlib
 import json
 import time
+from typing import Any
 
 import jax
 from ray.experimental import tqdm_ray
 
-from trainkit import records, storage, watch
+from trainkit import memory, records, storage, watch
 from trainkit.config import ModelConfig, TrainingConfig
 
 # Dense bfloat16 FLOP/s a device, from the vendors' data sheets. A name's first match counts.
@@ -45,17 +46,19 @@ class RunLog:
     enough for the device never to wait, and few enough for the bar to tell the truth.
     """
 
-    def __init__(self, config: TrainingConfig, step: int, n_params: int):
-        """Go on after `step`.
+    def __init__(self, config: TrainingConfig, state: Any, n_params: int):
+        """Go on after the step of `state`; say how the work is divided.
 
         Args:
+            state: a pytree of arrays, with `step`.
             n_params: the model's parameters, not counting rows that pad the vocabulary.
         """
-        self.config, self.recent = config, {}
+        self.config, self.recent, step = config, {}, int(state.step)
         self.step, self.time = step, time.perf_counter()
         self.peak = peak_tokens_per_s(config, n_params)
         self.file = self.bar = None
         if jax.process_index() == 0:
+            print(f"{n_params:,} parameters | {memory.first_line(config, state)}")
             self.file = LogFile(config, step)
             self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self.bar.update(step)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import math
 import os
 import re
 import zlib
@@ -19,8 +20,50 @@ from trainkit.devices import make_mesh
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
 
+def complete(config: TrainingConfig) -> TrainingConfig:
+    """`config` with `num_workers`; if it has none, as many as the cluster has devices for.
+
+    Raises:
+        RuntimeError: the cluster has none.
+        ValueError: they can't share a batch, or don't form the mesh.
+    """
+    if config.num_workers:
+        return config
+    per_worker, together = config.devices_per_worker, config.workers_per_slice
+    kind, devices = config.platform.upper(), per_worker  # on CPUs, of one worker
+    if kind != "CPU":
+        devices = int(ray.cluster_resources().get(kind, 0))
+    workers = devices // per_worker // together * together
+    if not workers:
+        raise RuntimeError(
+            f"platform: {config.platform} needs {per_worker * together} {kind}s or more, "
+            f"but the cluster has {devices}. Add machines or, if the cluster adds them by "
+            "itself, set num_workers and autoscaling: true."
+        )
+    return dataclasses.replace(config, num_workers=workers)
+
+
+def division(config: TrainingConfig) -> dict[str, int | str]:
+    """How the workers that `config` asks for share a batch; one, if it has no number."""
+    mesh = config.mesh_shape(config.worker_range[1])
+    parts, windows = config.micro_batches, config.device_windows
+    return {
+        "workers": config.worker_range[1],
+        "devices": math.prod(mesh),
+        "data x fsdp x tensor": " x ".join(map(str, mesh)),
+        "batch": config.batch_size,
+        "windows a device": windows,
+        "micro-batches": f"{parts} of {windows // parts}",
+    }
+
+
 def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
-    """The workers that `config` asks for, as a request to Ray Train."""
+    """The workers that `config` asks for, as a request to Ray Train.
+
+    Raises:
+        RuntimeError, ValueError: as `complete` says.
+    """
+    config = complete(config)
     needs = {
         "cpu": {"CPU": config.cpus_per_worker},
         "gpu": {"CPU": config.cpus_per_worker, "GPU": config.devices_per_worker},
@@ -42,7 +85,8 @@ def check_resources(config: TrainingConfig) -> None:
     Raises:
         RuntimeError: with what is missing, and what to change.
     """
-    available, workers = ray.cluster_resources(), config.worker_range[0]
+    config, available = complete(config), ray.cluster_resources()
+    workers = config.worker_range[0]
     each = {"CPU": 0} | scaling_config(config).resources_per_worker
     needs = {k: n * workers for k, n in each.items()}
     needs["CPU"] += 1  # a task that reads

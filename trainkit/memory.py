@@ -1,0 +1,115 @@
+"""What a step needs of a device's memory, by counting, and what to do when it runs out."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ray.train
+
+from trainkit.config import TrainingConfig
+
+KEPT = 12  # arrays [B, T, D] that a block keeps for the backward pass: its input, two norms'
+# outputs, q, k, v, what attention gives, the sum after it, and four for what enters GELU
+
+
+def parameters(config: TrainingConfig) -> int:
+    """The numbers of a GPT-2, with the rows that pad its vocabulary."""
+    L, D = config.n_layer, config.n_embd
+    block = 12 * D**2 + 13 * D
+    return (config.padded_vocab_size + config.block_size) * D + L * block + 2 * D
+
+
+def count(config: TrainingConfig) -> dict[str, int]:
+    """The bytes that a step needs on each device, less what XLA adds for itself.
+
+    Kernels that keep no scores (cuDNN's, Splash) are counted as doing so; with
+    `attention: xla`, a block keeps the scores of all pairs of tokens.
+    """
+    L, D, T = config.n_layer, config.n_embd, config.block_size
+    width = 4 if config.compute_dtype == "float32" else 2  # bytes of an activation
+    _, fsdp, tensor = config.mesh_shape(config.worker_range[1])
+    windows = config.device_windows // config.micro_batches
+    token = windows * T * width  # of one number for each token
+    block = KEPT * token * D
+    if config.attention == "xla":
+        block += 2 * config.n_head * T * token  # before and after the softmax
+    blocks = L * token * D + block if config.scan_layers else L * block
+    n = parameters(config)
+    return {
+        "state": 12
+        * n
+        // (fsdp * tensor),  # float32: the weights, and Adam's two moments
+        "gradients": (4 + width)
+        * n
+        // tensor,  # and the weights as they are computed with
+        "activations": blocks // tensor,
+        "logits": 2 * token * config.padded_vocab_size // config.loss_chunks // tensor,
+    }
+
+
+def first_line(config: TrainingConfig, state: Any) -> str:
+    """How a batch is divided, and what each device holds of it and of `state`."""
+    shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
+    parts, windows = config.micro_batches, config.device_windows
+    batch = windows * (config.block_size + 1) * 2  # uint16
+    return (
+        f"{config.batch_size * config.block_size:,} tokens a step | on each of "
+        f"{jax.device_count()} devices: {parts} micro-batches of {windows // parts} "
+        f"windows, state {size(sum(shards))}, batch {size(batch)}"
+    )
+
+
+def advice(config: TrainingConfig) -> str:
+    """Three keys that save memory, the one that costs least first, and what each saves."""
+    needs = sum(count(config).values())
+    changes = [
+        {"attention": {"gpu": "cudnn", "tpu": "splash"}.get(config.platform, "xla")},
+        {"device_batch_size": config.device_windows // config.micro_batches // 2},
+        {"loss_chunks": 2 * config.loss_chunks},
+        {"fsdp": config.mesh_shape(config.worker_range[1])[0] * config.fsdp},
+        {"scan_layers": True},
+    ]
+    lines = []
+    for change in changes:
+        ((key, value),) = change.items()
+        try:
+            other = dataclasses.replace(config, **change)
+        except ValueError:  # such as half a window, or a kernel that can't do this
+            continue
+        if (saved := needs - sum(count(other).values())) > 0:
+            lines.append(f"  {key}: {str(value).lower()} saves about {size(saved)}")
+    parts = ", ".join(f"{name} {size(n)}" for name, n in count(config).items())
+    return "\n".join(
+        [
+            f"A device has too little memory for this step, which needs, by counting: {parts}. "
+            "Any of these keys helps, the first at the least cost of speed. The run then "
+            "goes on where it was.",
+            *lines[:3],
+        ]
+    )
+
+
+def size(n: float) -> str:
+    """A number of bytes for people, such as 1.4 GiB."""
+    power = max(0, min(3, int(math.log2(max(n, 1)) // 10)))
+    return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def explained(loop: Callable[[dict], None]) -> Callable[[dict], None]:
+    """`loop`, with an error that says what to do when a device's memory runs out."""
+
+    @functools.wraps(loop)
+    def explained_loop(settings: dict) -> None:
+        try:
+            loop(settings)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            workers = ray.train.get_context().get_world_size()
+            config = TrainingConfig(**settings | {"num_workers": workers})
+            raise MemoryError(advice(config)) from error
+
+    return explained_loop
