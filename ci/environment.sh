@@ -1,6 +1,18 @@
 # Sourced by smoke.sh and test.sh, in the repository's root: makes .venv, installs
 # ci/requirements.txt if it has changed since, and puts the GPT-2 vocabulary in place.
 
+case "$PWD" in
+  *" "*)
+    echo "Ray can't start workers with a Python whose path holds a space, and .venv would" \
+      "lie in '$PWD'. Move this folder." >&2
+    exit 1
+    ;;
+esac
+if [ ! -w . ]; then
+  echo "'$PWD' can't be written to, and .venv belongs there. Copy this folder." >&2
+  exit 1
+fi
+
 for python in "${PYTHON:-}" python3 python3.12 python3.11; do
   if [ -n "$python" ] && "$python" -c \
     'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then

@@ -69,7 +69,7 @@ def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for():
     assert config.accelerator_type == "TPU-V6E"
     chips = int(limits(group)["google.com/tpu"])
     assert (group["numOfHosts"], chips) == (
-        config.num_workers,
+        config.worker_range[0],
         config.devices_per_worker,
     )
     assert group["numOfHosts"] * chips == math.prod(

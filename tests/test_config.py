@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,14 @@ def test_relative_places_mean_the_same_to_workers(tmp_path, monkeypatch):
     assert config.storage_path == "s3://a/b"
     with pytest.raises(ValueError, match="not a valid configuration"):
         trainkit.config.load_config(ROOT / "configs/smoke.yaml", data_dir=3)
+
+
+def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch):
+    """`access` is asked, because these tests may run as root, who may write anywhere."""
+    monkeypatch.chdir(tmp_path)
+    assert trainkit.config.storage_root() == tmp_path / "storage"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert trainkit.config.storage_root() == Path.home() / "gpt2"
 
 
 def test_travels_to_a_worker(cluster, small):

@@ -71,8 +71,9 @@ def run_notebook(folder: Path, again: str | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def smoke_folder(tmp_path_factory):
-    """A folder in which the notebook has run."""
-    folder = tmp_path_factory.mktemp("smoke")
+    """A folder in which the notebook has run; a space in its name does no harm."""
+    folder = tmp_path_factory.mktemp("smoke") / "my folder"
+    folder.mkdir()
     run_notebook(folder)
     return folder
 

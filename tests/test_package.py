@@ -138,3 +138,29 @@ def test_package_reaches_workers_that_do_not_see_its_folder(
     (found,) = re.findall(r"^FOUND (.*)$", result.stdout, re.MULTILINE)
     for path in map(Path, json.loads(found)):
         assert not path.is_relative_to(driver) and not path.is_relative_to(ROOT)
+
+
+def test_python_in_a_path_with_a_space_is_refused(tmp_path):
+    """Ray would start no worker, and wait for it forever."""
+    python = tmp_path / "my folder/python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    result = subprocess.run(
+        [python, "-c", "import trainkit.config"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode and f"holds a space, found '{python}'" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["smoke.sh", "test.sh"])
+def test_clone_in_a_path_with_a_space_is_refused(tmp_path, script):
+    """At once, before anything is installed."""
+    clone = tmp_path / "my folder"
+    shutil.copytree(ROOT / "ci", clone / "ci")
+    result = subprocess.run(
+        ["bash", clone / "ci" / script], capture_output=True, text=True
+    )
+    assert result.returncode == 1 and "Move this folder" in result.stderr
+    assert not (clone / ".venv").exists()

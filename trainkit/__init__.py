@@ -25,6 +25,11 @@ imports the notebook: what needs the model takes it as an argument.
 
 import sys
 
+if " " in sys.executable:
+    raise ImportError(
+        "Ray can't start workers with a Python whose path holds a space, found "
+        f"{sys.executable!r}. Move it, or the folder with its virtual environment."
+    )
 if sys.platform not in ("linux", "darwin"):
     raise ImportError(
         f"trainkit runs on Linux and macOS, found {sys.platform!r}. On Windows, use WSL 2."

@@ -173,10 +173,15 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
 def storage_root() -> epath.Path:
     """Where runs and data are kept, unless a configuration says otherwise.
 
-    Anyscale mounts /mnt/cluster_storage on every node.
+    Anyscale mounts /mnt/cluster_storage on every node. Elsewhere it is the folder `storage`
+    beside the notebook or, if nothing can be written there, `gpt2` in the home folder.
     """
     shared = epath.Path("/mnt/cluster_storage")
-    return shared / "gpt2" if shared.is_dir() else epath.Path("storage").resolve()
+    if shared.is_dir():
+        return shared / "gpt2"
+    if os.access(".", os.W_OK):
+        return epath.Path("storage").resolve()
+    return epath.Path("~/gpt2").expanduser()
 
 
 def load_config(path: str | Path, **changes) -> TrainingConfig:

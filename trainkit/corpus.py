@@ -1,6 +1,7 @@
 """The documents that a run learns from: on the Hugging Face hub, in files, or built in."""
 
 import glob
+import itertools
 import json
 import math
 import os
@@ -136,7 +137,7 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
         return {
             split: datasets.Dataset.from_generator(
                 iter_rows,
-                gen_kwargs={"stream": stream.take(most)},
+                gen_kwargs={"stream": stream, "most": most},
                 features=stream.features,
                 cache_dir=cache(config),
             )
@@ -150,9 +151,9 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
         ) from error
 
 
-def iter_rows(stream: datasets.IterableDataset) -> Iterator[dict]:
-    """The rows of a stream: a function, by whose name the datasets library caches them."""
-    yield from stream
+def iter_rows(stream: datasets.IterableDataset, most: int) -> Iterator[dict]:
+    """The first rows of a stream. (`stream.take` would open the next file, too.)"""
+    return itertools.islice(stream, most)
 
 
 def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dataset]:

@@ -35,7 +35,7 @@ def count(config: TrainingConfig) -> dict[str, int]:
     token = windows * T * width  # of one number for each token
     block = KEPT * token * D
     if config.attention == "xla":
-        block += 2 * config.n_head * T * token  # before and after the softmax
+        block += 3 * config.n_head * T * token  # scores, masked, and their softmax
     blocks = L * token * D + block if config.scan_layers else L * block
     n = parameters(config)
     return {
