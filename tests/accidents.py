@@ -37,9 +37,15 @@ def last_step(config) -> int:
     return log[-1]["step"] if log else 0
 
 
+RUNNING = []  # what `in_the_background` has started
+
+
 def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition"):
     deadline = time.monotonic() + seconds
     while not condition():
+        for future in RUNNING:
+            if future.done():
+                future.result()  # an error is why it will never come
         assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
         time.sleep(pause)
 
@@ -192,9 +198,11 @@ def in_the_background(function):
     """
     with concurrent.futures.ThreadPoolExecutor() as pool:
         future = pool.submit(function)
+        RUNNING.append(future)
         try:
             yield lambda: future.result(timeout=900)
         finally:
+            RUNNING.remove(future)
             if not future.done():
                 ray.shutdown()  # so that the thread ends
 

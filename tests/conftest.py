@@ -4,7 +4,7 @@ import gc
 import os
 import tempfile
 import threading
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +12,7 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
+os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 WITH_PYTORCH = dict(os.environ)
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")
 compiled = tempfile.TemporaryDirectory()  # by one test, for all
@@ -123,24 +124,36 @@ def small_factory():
 
 
 @pytest.fixture(scope="session")
-def reference(tutorial, small_factory, write_bins, tmp_path_factory):
-    """An undisturbed run, beside which those stand that something happens to."""
-    config = small_factory(
-        tmp_path_factory.mktemp("reference"),
-        num_workers=2,
-        n_layer=1,  # less to compile in each start
-        dropout=0.1,
-        max_steps=120,
-        eval_interval=15,
-        decay_steps=120,
-        run_name="reference",
-        stall_timeout_s=90.0,  # longer than a first step on a busy machine
-        max_failures=2,
-    )
-    write_bins(config)
-    start_ray(num_cpus=4)
-    assert tutorial.make_trainer(config).fit().error is None
-    return config
+def undisturbed(tutorial, small_factory, write_bins, tmp_path_factory):
+    """A function that makes a run of so many workers, once: its configuration and result."""
+
+    @cache
+    def make(workers: int):
+        config = small_factory(
+            tmp_path_factory.mktemp("reference"),
+            num_workers=workers,
+            n_layer=1,  # less to compile in each start
+            dropout=0.1,
+            max_steps=72,
+            eval_interval=12,
+            decay_steps=72,
+            run_name="reference",
+            stall_timeout_s=90.0,  # longer than a first step on a busy machine
+            max_failures=2,
+        )
+        write_bins(config)
+        start_ray(num_cpus=4)
+        result = tutorial.make_trainer(config).fit()
+        assert result.error is None
+        return config, result
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(undisturbed):
+    """A run of two workers, beside which those stand that something happens to."""
+    return undisturbed(2)[0]
 
 
 @pytest.fixture

@@ -28,13 +28,10 @@ pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
 
 
-@pytest.fixture(scope="module")
-def finished(tutorial, cluster, small_factory, write_bins, tmp_path_factory):
-    """A run of 60 steps with six checkpoints, and its result."""
-    folder = tmp_path_factory.mktemp("finished")
-    config = small_factory(folder, num_workers=2, max_steps=60, run_name="finished")
-    write_bins(config)
-    return config, tutorial.make_trainer(config).fit()
+@pytest.fixture
+def finished(cluster, undisturbed):
+    """A run of 72 steps that had six checkpoints, and its result."""
+    return undisturbed(2)
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def test_latest_and_best_are_kept(finished):
     }
     assert len(losses) == 6
     best = sorted(losses, key=losses.get)[:2]
-    assert kept == {60, *best}
+    assert kept == {72, *best}
     assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
 
 
@@ -122,12 +119,12 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     newest = trainkit.records.saved(config)[0]
     damage_by_truncation(Path(config.run_path / newest))
     # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
-    longer = dataclasses.replace(config, max_steps=100)
+    longer = dataclasses.replace(config, max_steps=110)
     assert tutorial.make_trainer(longer).fit().error is None
     assert not list(config.run_path.glob("*.refused"))  # it has been replaced
-    assert [line["step"] for line in log_of(config)] == list(range(1, 101))
+    assert [line["step"] for line in log_of(config)] == list(range(1, 111))
     saved = trainkit.records.saved(config)
-    assert saved[0] == "step_00000100" and len(saved) <= 3
+    assert saved[0] == "step_00000110" and len(saved) <= 3
     assert all(
         np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
     )
@@ -136,11 +133,11 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
 def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     config = copy_of("other", n_embd=64, max_failures=0)
     with pytest.raises(
-        ray.train.TrainingFailedError, match="step_00000060 is .* of another model"
+        ray.train.TrainingFailedError, match="step_00000072 is .* of another model"
     ):
         tutorial.make_trainer(config).fit()
     assert not list(config.run_path.glob("*.refused"))
-    assert trainkit.records.saved(config)[0] == "step_00000060"
+    assert trainkit.records.saved(config)[0] == "step_00000072"
 
 
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
@@ -190,7 +187,7 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
         with no_space:
             tutorial.make_trainer(config).fit()
         saved = trainkit.records.saved(config)
-        assert saved[-1] == "step_00000010"
+        assert saved[-1] == "step_00000012"
         for name in saved:
             arrays = read_arrays(config.run_path / name)
             assert all(np.isfinite(array).all() for array in arrays)

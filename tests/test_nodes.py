@@ -46,7 +46,7 @@ def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
     config = dataclasses.replace(reference, run_name="node", cpus_per_worker=2.0)
 
     with in_the_background(tutorial.make_trainer(config).fit) as result:
-        wait_for(lambda: at_step(50)(config), what="step 50")
+        wait_for(lambda: at_step(30)(config), what="step 30")
         lose(two_nodes, *two_nodes.worker_nodes)
         time.sleep(5)
         step, start = last_step(config), time.monotonic()
@@ -159,6 +159,7 @@ def test_elastic_run_shrinks_and_grows(
     )
 
 
+@pytest.mark.extra
 def test_storage_that_workers_do_not_share(
     tutorial, small, write_bins, tmp_path, monkeypatch
 ):

@@ -85,7 +85,12 @@ SEAMS = {
 }
 
 
-@pytest.mark.parametrize("seams", SEAMS)
+FIRST, *OTHERS = SEAMS
+
+
+@pytest.mark.parametrize(
+    "seams", [FIRST, *(pytest.param(name, marks=pytest.mark.extra) for name in OTHERS)]
+)
 def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams):
     """It learns, on two devices that divide it, and goes on where it stopped."""
     swapped, layer = SEAMS[seams]

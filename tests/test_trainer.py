@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import ray.data
 import tiktoken
-from accidents import batches_of, log_of, losses_of_one_process
+from accidents import batches_of, copy_run, log_of, losses_of_one_process
 
 import trainkit.corpus
 import trainkit.devices
@@ -18,18 +18,12 @@ import trainkit.workers
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def finished(tutorial, cluster, small, write_bins):
-    config = write_bins(small(num_workers=2, dropout=0.1))
-    return config, tutorial.make_trainer(config).fit()
-
-
-def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
-    config, result = finished
-    assert result.error is None
+def test_two_workers_train_evaluate_save_and_resume(tutorial, cluster, undisturbed):
+    config, result = undisturbed(2)
     log = log_of(config)
-    assert [line["step"] for line in log] == list(range(1, 21))
-    assert [line["step"] for line in log if "val_loss" in line] == [10, 20]
+    assert [line["step"] for line in log] == list(range(1, 73))
+    evaluated = [line["step"] for line in log if "val_loss" in line]
+    assert evaluated == list(range(12, 73, 12))
     assert {"loss", "grad_norm", "learning_rate", "tokens_per_s"} <= log[0].keys()
     assert "mfu" not in log[0]  # a CPU's peak is not in the table
     assert log[-1]["loss"] < log[0]["loss"] - 0.2
@@ -43,10 +37,10 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     )
 
     # The result is what step 7 says it is.
-    assert result.metrics["step"] == 20
+    assert result.metrics["step"] == 72
     assert result.metrics["val_loss"] == pytest.approx(log[-1]["val_loss"])
     assert result.path == str(config.run_path)
-    assert result.checkpoint.path == str(config.run_path / "step_00000020")
+    assert result.checkpoint.path == str(config.run_path / "step_00000072")
     model = tutorial.load_model(result.checkpoint)
     assert model.config == config
     mesh = trainkit.devices.make_mesh(one)
@@ -54,15 +48,15 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, finished):
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
 
     # Started again, a finished run has nothing to do.
-    before = log_of(config)
-    again = tutorial.make_trainer(config).fit()
-    assert again.error is None and again.metrics["step"] == 20
-    assert log_of(config) == before
+    copy = copy_run(config, dataclasses.replace(config, run_name="again"))
+    again = tutorial.make_trainer(copy).fit()
+    assert again.error is None and again.metrics["step"] == 72
+    assert log_of(copy) == log
 
-    # Asked for more, it goes on from step 20.
-    longer = dataclasses.replace(config, max_steps=25)
-    assert tutorial.make_trainer(longer).fit().metrics["step"] == 25
-    assert [line["step"] for line in log_of(config)] == list(range(1, 26))
+    # Asked for more, it goes on from step 72.
+    longer = dataclasses.replace(copy, max_steps=75)
+    assert tutorial.make_trainer(longer).fit().metrics["step"] == 75
+    assert [line["step"] for line in log_of(copy)] == list(range(1, 76))
 
 
 def test_workers_keep_what_they_compile(small, monkeypatch):
@@ -80,6 +74,7 @@ def test_workers_keep_what_they_compile(small, monkeypatch):
     assert cache(storage_path="/shared/runs") == "/fast"
 
 
+@pytest.mark.extra  # test_notebook.py has one that is smaller
 def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     """No token files: documents are tokenized while two workers train on them."""
     config = small(

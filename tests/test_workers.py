@@ -97,7 +97,7 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, gpu_node, small, write_bi
     assert seen == {"0", "1"}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_two_workers_on_one_gpu_are_refused(tutorial, gpu_node, small, write_bins):
     config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
     loop = loop_with_played_gpus(tutorial, config, own_gpus=lambda: None)
