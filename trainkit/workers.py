@@ -109,6 +109,7 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         "JAX_PLATFORMS": PLATFORMS[config.platform],
         "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts; the first worker writes it
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
     }
     flags = os.environ.get("XLA_FLAGS", "")  # yours
     if config.platform == "cpu":
