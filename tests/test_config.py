@@ -73,7 +73,7 @@ def test_file_loads(path):
         ({"platform": "npu"}, ["platform", "'cpu', 'gpu' or 'tpu'"]),
         ({"n_embd": 130}, ["n_embd (130)", "n_head (4)"]),
         ({"batch_size": 7}, ["batch_size (7)", "2 devices", "6 or 8 would"]),
-        ({"batch_size": 10, "num_workers": 4}, ["8 or 12 would", "(num_workers: 2)"]),
+        ({"batch_size": 10, "num_workers": 4}, ["8 or 12 would", "num_workers: 2"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
         ({"num_workers": [1, 3]}, ["batch_size (8)", "3 devices"]),
         ({"num_workers": 3, "fsdp": 3, "batch_size": 9}, ["fsdp (3)", "n_embd (128)"]),

@@ -81,7 +81,14 @@ def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
     parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
     assert list(parts["train"]["text"]) == sum(STORIES, [])
     assert list(parts["val"]["text"]) == ["last", "words"]
-    assert "files" not in trainkit.corpus.describe(config)
+    assert trainkit.corpus.describe(config)["files"] == 5
+
+
+def test_folder_of_text_files_is_not_taken_for_one_of_the_hub(small, tmp_path):
+    """Its lines would pass for documents."""
+    write(tmp_path, "txt")
+    with pytest.raises(ValueError, match=r"is a folder; name the files .*/\*.txt"):
+        trainkit.corpus.load(small(dataset=str(tmp_path)))
 
 
 def test_dataset_of_the_hub_without_validation_is_divided(small, tmp_path):

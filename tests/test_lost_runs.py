@@ -392,7 +392,13 @@ def undisturbed_path(config):
 
 def test_another_recipe_is_refused_and_named(run_of, small):
     config = run_of(FIRST, SECOND)
-    free = {"max_steps": 99, "num_workers": 2, "fsdp": 2, "eval_interval": 5}
+    free = {
+        "max_steps": 99,
+        "num_workers": 2,
+        "fsdp": 2,
+        "eval_interval": 5,
+        "device_batch_size": 1,
+    }
     rounding = {"loss_chunks": 4, "scan_layers": True}
     trainkit.records.check_recipe(small(**(free | rounding)))
     other = small(batch_size=8, seed=1, dataset="other", learning_rate=2e-2)

@@ -30,8 +30,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def two_nodes():
+def two_nodes(monkeypatch):
     """A cluster of two nodes, with room for one worker and its data tasks on each."""
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # as by default
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
     start_ray(cluster.address)  # on the head, which stays

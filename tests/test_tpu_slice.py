@@ -167,7 +167,10 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     [
         ({"topology": "2x2x4"}, ["TPU-V6E has no 2x2x4", "4x4", "16x16"]),
         ({"num_workers": 3}, ["4x4 slice takes 4 workers", "found 3"]),
-        ({"topology": "4x8"}, ["4x8 slice takes 8 workers", "found 4"]),
+        (
+            {"topology": "4x8", "num_workers": 4},
+            ["4x8 slice takes 8 workers", "found 4"],
+        ),
         ({"num_workers": [2, 4]}, ["4x4 slice takes 4 workers", "found (2, 4)"]),
     ],
 )

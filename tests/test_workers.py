@@ -62,6 +62,25 @@ def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bin
     np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
 
 
+def test_workers_are_as_many_as_the_cluster_has_room_for(gpu_node, small, capsys):
+    def complete(**changes):
+        return trainkit.workers.complete(small(platform="gpu", **changes)).num_workers
+
+    assert complete() == 2 and complete(num_workers=1) == 1
+    assert complete(devices_per_worker=2) == 1
+    assert not capsys.readouterr().out
+    assert complete(batch_size=3) == 1
+    assert "1 workers of 2" in capsys.readouterr().out
+    assert complete(fsdp=2) == 2  # which one worker can't form
+    with pytest.raises(ValueError, match="fsdp"):
+        complete(fsdp=4)
+    with pytest.raises(RuntimeError, match="platform: gpu needs 3 GPUs or more, 3 on"):
+        complete(devices_per_worker=3)
+    with pytest.raises(RuntimeError, match="room for 0 workers"):
+        complete(accelerator_type="H100")
+    assert trainkit.workers.complete(small()).num_workers == 1  # on CPUs
+
+
 def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
     """The notebook's loop on workers whose GPUs are CPUs that JAX takes for CUDA's.
 
@@ -91,7 +110,7 @@ def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
 @pytest.mark.slow
 def test_two_workers_of_a_node_take_two_gpus(tutorial, gpu_node, small, write_bins):
     """Before the first of them asks JAX for a device."""
-    config = write_bins(small(num_workers=2, platform="gpu", max_steps=3))
+    config = write_bins(small(platform="gpu", max_steps=3))  # as many as there are GPUs
     tutorial.make_trainer(config, loop_with_played_gpus(tutorial, config)).fit()
     seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
     assert seen == {"0", "1"}

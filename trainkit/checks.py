@@ -107,6 +107,11 @@ def check_topology(config) -> None:
             f"choose one of {', '.join(valid)}"
         )
     per_slice, chips = config.workers_per_slice, config.devices_per_worker
+    if config.topology and valid and config.chips > 8 and chips != 4:
+        raise ValueError(
+            f"devices_per_worker: a host of a {config.topology} slice has 4 chips, and a "
+            f"worker takes all of them; found {chips}"
+        )
     uneven = any(workers % per_slice for workers in config.worker_range)
     if uneven or (config.topology and per_slice * chips != config.chips):
         raise ValueError(
@@ -116,11 +121,18 @@ def check_topology(config) -> None:
         )
 
 
-def dividing(config, workers: int) -> int:
-    """The most workers, up to `workers`, over whose devices a batch divides evenly."""
-    each = config.devices_per_worker / config.tensor_parallel
-    counts = range(workers, 0, -config.workers_per_slice)
-    return next((n for n in counts if config.batch_size % (n * each) == 0), 1)
+def shares_evenly(config, workers: int) -> bool:
+    """Whether the devices of so many workers form the mesh and divide a batch."""
+    data, fsdp, tensor = config.mesh_shape(workers)
+    whole = data * fsdp * tensor == workers * config.devices_per_worker
+    return whole and config.batch_size % (data * fsdp) == 0
+
+
+def most_workers(config, workers: int) -> int | None:
+    """The most workers, up to `workers`, that share a batch evenly; None if none do."""
+    together = config.workers_per_slice
+    counts = range(workers // together * together, 0, -together)
+    return next((n for n in counts if shares_evenly(config, n)), None)
 
 
 def check_mesh(config, workers: int) -> None:
@@ -140,11 +152,12 @@ def check_mesh(config, workers: int) -> None:
         )
     if over := config.batch_size % (data * fsdp):
         less = config.batch_size - over
-        would_do = [size for size in (less, less + data * fsdp) if size]
+        would_do = [str(size) for size in (less, less + data * fsdp) if size]
+        fewer = most_workers(config, workers)
         raise ValueError(
             f"batch_size ({config.batch_size}) does not divide evenly over {data * fsdp} "
-            f"devices; {' or '.join(map(str, would_do))} would, and so would fewer "
-            f"workers (num_workers: {dividing(config, workers)})"
+            f"devices; {' or '.join(would_do)} would"
+            + (f", and so would num_workers: {fewer}" if fewer else "")
         )
     if config.n_embd % fsdp or config.padded_vocab_size % tensor:
         raise ValueError(

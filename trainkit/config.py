@@ -62,7 +62,7 @@ class RecipeConfig(ShapeConfig):
     """What decides the result: the shape, the data, the optimizer, and the seed."""
 
     dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
-    max_documents: PositiveInt | None = None  # the first so many; None: all
+    max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
     init_from: Text = "scratch"  # or a Hugging Face GPT-2: hub name or folder
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
@@ -144,6 +144,8 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     def device_windows(self) -> int:
         """The windows of a batch that each device gets, of the most workers."""
         data, fsdp, _ = self.mesh_shape(self.worker_range[1])
+        if not data:
+            raise ValueError(f"num_workers: one can't form a mesh with fsdp {fsdp}")
         return self.batch_size // (data * fsdp)
 
     @property
@@ -179,8 +181,9 @@ def storage_root() -> epath.Path:
     shared = epath.Path("/mnt/cluster_storage")
     if shared.is_dir():
         return shared / "gpt2"
-    if os.access(".", os.W_OK):
-        return epath.Path("storage").resolve()
+    beside = epath.Path("storage").resolve()
+    if os.access(beside if beside.exists() else beside.parent, os.W_OK):
+        return beside
     return epath.Path("~/gpt2").expanduser()
 
 

@@ -37,14 +37,12 @@ def load(config) -> dict[str, datasets.Dataset]:
         splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
     elif files or Path(name).suffix in FILE_FORMATS:
         splits = {"train": load_files(files, config)}
+    elif Path(name).is_dir() and not any(Path(name).rglob("*.parquet")):
+        raise ValueError(
+            f"dataset: {name} is a folder; name the files in it, as in {name}/*.txt"
+        )
     else:
         splits = load_from_hub(config)
-    if "train" not in splits:
-        raise ValueError(
-            f"dataset: {name} has the splits {sorted(splits)}, but training needs one "
-            "named 'train'"
-        )
-    splits = {k: splits[k] for k in ("train", "validation") if k in splits}
     for documents in splits.values():
         check(documents, config)
     most = config.max_documents
@@ -131,24 +129,37 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     """
     name, most = config.dataset, config.max_documents
     try:
-        if not most:
-            return datasets.load_dataset(name, cache_dir=cache(config))
-        streams = datasets.load_dataset(name, streaming=True)
-        return {
-            split: datasets.Dataset.from_generator(
-                iter_rows,
-                gen_kwargs={"stream": stream, "most": most},
-                features=stream.features,
-                cache_dir=cache(config),
+        names = datasets.get_dataset_split_names(name)
+        used = [split for split in ("train", "validation") if split in names]
+        parts = {
+            split: datasets.load_dataset(
+                name,
+                split=split,
+                **({"streaming": True} if most else {"cache_dir": cache(config)}),
             )
-            for split, stream in streams.items()
+            for split in used
         }
+        if most:
+            parts = {
+                split: datasets.Dataset.from_generator(
+                    iter_rows,
+                    gen_kwargs={"stream": stream, "most": most},
+                    features=stream.features,
+                    cache_dir=cache(config),
+                )
+                for split, stream in parts.items()
+            }
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
             "the name and the network, set `dataset` to local .txt, .jsonl, or .parquet "
             f"files, or put a train.bin and a val.bin in {config.data_dir}."
         ) from error
+    if "train" not in parts:
+        raise ValueError(
+            f"dataset: {name} has the splits {names}, but training needs one named 'train'"
+        )
+    return parts
 
 
 def iter_rows(stream: datasets.IterableDataset, most: int) -> Iterator[dict]:
@@ -195,6 +206,9 @@ def describe(config) -> dict:
     }
     if config.max_documents:
         source["max_documents"] = config.max_documents
-    if files := find_files(config):  # your own, which may change
+    files = find_files(config) or glob.glob(
+        f"{config.dataset}/**/*.parquet", recursive=True
+    )
+    if files:  # your own, which may change
         source |= {"files": len(files), "bytes": sum(map(os.path.getsize, files))}
     return source

@@ -37,16 +37,14 @@ def count(config: TrainingConfig) -> dict[str, int]:
     if config.attention == "xla":
         block += 3 * config.n_head * T * token  # scores, masked, and their softmax
     blocks = L * token * D + block if config.scan_layers else L * block
-    n = parameters(config)
+    weights = parameters(config)
+    state = 12 * weights // (fsdp * tensor)  # float32: weights, and Adam's two moments
+    logits = 2 * token * config.padded_vocab_size // config.loss_chunks
     return {
-        "state": 12
-        * n
-        // (fsdp * tensor),  # float32: the weights, and Adam's two moments
-        "gradients": (4 + width)
-        * n
-        // tensor,  # and the weights as they are computed with
+        "state": state,
+        "gradients": (4 + width) * weights // tensor,  # and the weights to compute with
         "activations": blocks // tensor,
-        "logits": 2 * token * config.padded_vocab_size // config.loss_chunks // tensor,
+        "logits": logits // tensor,
     }
 
 
@@ -57,13 +55,16 @@ def first_line(config: TrainingConfig, state: Any) -> str:
     batch = windows * (config.block_size + 1) * 2  # uint16
     return (
         f"{config.batch_size * config.block_size:,} tokens a step | on each of "
-        f"{jax.device_count()} devices: {parts} micro-batches of {windows // parts} "
-        f"windows, state {size(sum(shards))}, batch {size(batch)}"
+        f"{jax.device_count()} devices: {windows} windows as {parts} x {windows // parts}, "
+        f"state {size(sum(shards))}, batch {size(batch)}"
     )
 
 
 def advice(config: TrainingConfig) -> str:
-    """Three keys that save memory, the one that costs least first, and what each saves."""
+    """Up to three keys that save memory, the cheapest first, and what each saves.
+
+    What saves less than a twentieth isn't worth a line.
+    """
     needs = sum(count(config).values())
     changes = [
         {"attention": {"gpu": "cudnn", "tpu": "splash"}.get(config.platform, "xla")},
@@ -79,15 +80,17 @@ def advice(config: TrainingConfig) -> str:
             other = dataclasses.replace(config, **change)
         except ValueError:  # such as half a window, or a kernel that can't do this
             continue
-        if (saved := needs - sum(count(other).values())) > 0:
+        if (saved := needs - sum(count(other).values())) > needs / 20:
             lines.append(f"  {key}: {str(value).lower()} saves about {size(saved)}")
     parts = ", ".join(f"{name} {size(n)}" for name, n in count(config).items())
+    lines = lines[:3] or [
+        "  fsdp or tensor_parallel divide the model over more devices"
+    ]
     return "\n".join(
         [
             f"A device has too little memory for this step, which needs, by counting: {parts}. "
-            "Any of these keys helps, the first at the least cost of speed. The run then "
-            "goes on where it was.",
-            *lines[:3],
+            "What helps, at the least cost of speed first; the run then goes on where it was:",
+            *lines,
         ]
     )
 
@@ -110,6 +113,7 @@ def explained(loop: Callable[[dict], None]) -> Callable[[dict], None]:
                 raise
             workers = ray.train.get_context().get_world_size()
             config = TrainingConfig(**settings | {"num_workers": workers})
+            print(advice(config))  # now: Ray keeps the error until its last attempt
             raise MemoryError(advice(config)) from error
 
     return explained_loop

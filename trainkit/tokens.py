@@ -49,7 +49,8 @@ def existing(config, source: dict) -> dict | None:
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
         # If the text files are gone, their tokens are still good.
-        if manifest["source"] | source != manifest["source"]:
+        found = {"max_documents": None} | manifest["source"]
+        if found | {"max_documents": None} | source != found:
             raise FileExistsError(
                 f"data_dir: {folder} holds tokens made from {manifest['source']}, not "
                 f"from {source}. Choose another data_dir, or delete that folder."
@@ -191,7 +192,7 @@ def check(config) -> None:
         raise ValueError(
             f"{path_of(config, 'val')} has {windows} windows, but eval_steps x batch_size "
             f"asks for {needed}. Set one of these lower, or, in another data_dir, "
-            "val_fraction higher."
+            "val_fraction higher, if the dataset has no validation split of its own."
         )
 
 

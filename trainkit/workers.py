@@ -13,7 +13,7 @@ import ray
 import ray.train
 from jax.experimental import multihost_utils
 
-from trainkit import watch
+from trainkit import checks, watch
 from trainkit.config import TrainingConfig
 from trainkit.devices import make_mesh
 
@@ -21,30 +21,46 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
 
 def complete(config: TrainingConfig) -> TrainingConfig:
-    """`config` with `num_workers`; if it has none, as many as the cluster has devices for.
+    """`config` with `num_workers`; if it has none, the most that the cluster has room for.
+
+    Some devices stay idle, and a printed line says so, if all of them can't share a batch.
 
     Raises:
-        RuntimeError: the cluster has none.
-        ValueError: they can't share a batch, or don't form the mesh.
+        RuntimeError: the cluster has too few devices.
+        ValueError: no number of workers forms the mesh and divides a batch.
     """
     if config.num_workers:
         return config
-    per_worker, together = config.devices_per_worker, config.workers_per_slice
-    kind, devices = config.platform.upper(), per_worker  # on CPUs, of one worker
-    if kind != "CPU":
-        devices = int(ray.cluster_resources().get(kind, 0))
-    workers = devices // per_worker // together * together
-    if not workers:
+    room = count_room(config) if config.platform != "cpu" else 1
+    if room < config.workers_per_slice:
+        needed = config.workers_per_slice * config.devices_per_worker
         raise RuntimeError(
-            f"platform: {config.platform} needs {per_worker * together} {kind}s or more, "
-            f"but the cluster has {devices}. Add machines or, if the cluster adds them by "
-            "itself, set num_workers and autoscaling: true."
+            f"platform: {config.platform} needs {needed} {config.platform.upper()}s or more, "
+            f"{config.devices_per_worker} on a node, but the cluster has room for {room} "
+            "workers. Add machines or, if the cluster adds them by itself, set num_workers "
+            "and autoscaling: true."
         )
-    return dataclasses.replace(config, num_workers=workers)
+    workers = checks.most_workers(config, room)
+    if workers and workers < room:
+        print(
+            f"{workers} workers of {room} that the cluster has room for share a batch."
+        )
+    return dataclasses.replace(config, num_workers=workers or room)
+
+
+def count_room(config: TrainingConfig) -> int:
+    """How many workers the cluster's nodes have devices for."""
+    kind, needed = (
+        config.platform.upper(),
+        f"accelerator_type:{config.accelerator_type}",
+    )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [x for x in nodes if not config.accelerator_type or needed in x]
+    return sum(int(x.get(kind, 0)) // config.devices_per_worker for x in fitting)
 
 
 def division(config: TrainingConfig) -> dict[str, int | str]:
-    """How the workers that `config` asks for share a batch; one, if it has no number."""
+    """How the workers that `config` asks for share a batch."""
     mesh = config.mesh_shape(config.worker_range[1])
     parts, windows = config.micro_batches, config.device_windows
     return {
@@ -96,7 +112,7 @@ def check_resources(config: TrainingConfig) -> None:
         raise RuntimeError(
             f"num_workers: {workers} workers and a CPU for Ray Data take {missing}, but the "
             f"cluster has {found}. "
-            "Lower num_workers or devices_per_worker, add machines, or set autoscaling: "
+            "Set num_workers or devices_per_worker lower, add machines, or set autoscaling: "
             "true if the cluster adds them by itself."
         )
 
