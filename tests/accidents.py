@@ -8,11 +8,14 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 import ray
 import ray.train
 from conftest import read_arrays
@@ -223,6 +226,22 @@ def loop_that_notes_the_world(tutorial, config):
         train_loop(settings)
 
     return loop
+
+
+@contextlib.contextmanager
+def disk_of(folder: Path, megabytes: float):
+    """A file system of its own, in memory; the test is skipped where it can't be made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = f"size={int(megabytes * 1024)}k"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    result = subprocess.run(mount, capture_output=True, text=True)
+    if result.returncode:
+        message = f"a small disk can't be mounted here: {result.stderr.strip()}"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def lose(cluster, node) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
-from accidents import batches_of, copy_run, log_of
+from accidents import batches_of, copy_run, disk_of, log_of
 from conftest import read_arrays
 from flax import nnx
 
@@ -130,6 +129,7 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_used(
     )
 
 
+@pytest.mark.extra  # test_lost_runs.py has the same without a cluster
 def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     config = copy_of("other", n_embd=64, max_failures=0)
     with pytest.raises(
@@ -140,6 +140,9 @@ def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     assert trainkit.records.saved(config)[0] == "step_00000072"
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "SCHED_IDLE"), reason="threads with idle priority are Linux's"
+)
 def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
     """New threads do the work, at idle priority; the calling one keeps its own."""
     config = small(n_embd=512)
@@ -158,26 +161,15 @@ def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
     assert len(read_arrays(tmp_path / "step")) == len(jax.tree.leaves(state))
 
 
-@contextlib.contextmanager
-def tiny_disk(folder: Path, megabytes: float):
-    """A file system of a few megabytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    size = f"size={int(megabytes * 1024)}k"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def size_of(folder: Path) -> int:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
 
+@pytest.mark.extra  # test_lost_runs.py fills a disk, too
 def test_full_disk_while_saving(tutorial, finished, tmp_path):
     """There is room for two checkpoints and a half."""
     room = 2.5 * size_of(Path(finished[1].checkpoint.path)) / 2**20
-    with tiny_disk(tmp_path / "disk", room) as disk:
+    with disk_of(tmp_path / "disk", room) as disk:
         config = dataclasses.replace(
             finished[0], storage_path=str(disk), run_name="full", max_failures=0
         )
@@ -194,7 +186,7 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
 
 
 def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):
-    with tiny_disk(tmp_path / "disk", 0.1) as disk:
+    with disk_of(tmp_path / "disk", 0.1) as disk:
         config = small(data_dir=str(disk / "data"), val_fraction=0.1)
         with pytest.raises(OSError, match="No space left on device"):
             tutorial.prepare_dataset(config)

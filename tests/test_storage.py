@@ -141,18 +141,23 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
     staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
     assert list(staging) == []
 
-    # A checkpoint that is damaged there is refused, and the one before it used, by a run
-    # with more to do; and the model can be loaded from there.
-    path = config.run_path / "step_00000120" / "_METADATA"
-    path.write_text(json.dumps({"tree_metadata": {}}))
-    longer = dataclasses.replace(config, max_steps=125)
-    result = tutorial.make_trainer(longer).fit()
-    assert result.error is None and result.metrics["step"] == 125
-    assert [line["step"] for line in log_of(config)] == list(range(1, 126))
-    losses = [[x["loss"] for x in log_of(c)] for c in (config, reference)]
-    assert losses[0][:120] == losses[1]
     model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
     assert model.config.run_path == config.run_path
+
+
+@pytest.mark.extra
+def test_damaged_checkpoint_in_a_store(tutorial, reference, bucket):
+    """It is refused, and the one before it used, by a run with more to do."""
+    config = dataclasses.replace(reference, run_name="damaged", storage_path=bucket)
+    assert tutorial.make_trainer(config).fit().error is None
+    path = config.run_path / f"step_{config.max_steps:08d}" / "_METADATA"
+    path.write_text(json.dumps({"tree_metadata": {}}))
+    longer = dataclasses.replace(config, max_steps=config.max_steps + 5)
+    result = tutorial.make_trainer(longer).fit()
+    assert result.error is None and result.metrics["step"] == longer.max_steps
+    assert [x["step"] for x in log_of(config)] == list(range(1, longer.max_steps + 1))
+    losses = [[x["loss"] for x in log_of(c)] for c in (config, reference)]
+    assert losses[0][: config.max_steps] == losses[1]
 
 
 def test_bucket_that_does_not_exist(bucket, small):

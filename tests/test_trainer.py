@@ -47,13 +47,9 @@ def test_two_workers_train_evaluate_save_and_resume(tutorial, cluster, undisturb
     windows = next(batches_of(tutorial, one, mesh, "val"))
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
 
-    # Started again, a finished run has nothing to do.
+    # Asked for more, it goes on from step 72. (That a finished run has nothing to do when
+    # it is started again is in test_lost_runs.py.)
     copy = copy_run(config, dataclasses.replace(config, run_name="again"))
-    again = tutorial.make_trainer(copy).fit()
-    assert again.error is None and again.metrics["step"] == 72
-    assert log_of(copy) == log
-
-    # Asked for more, it goes on from step 72.
     longer = dataclasses.replace(copy, max_steps=75)
     assert tutorial.make_trainer(longer).fit().metrics["step"] == 75
     assert [line["step"] for line in log_of(copy)] == list(range(1, 76))

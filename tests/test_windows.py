@@ -114,6 +114,7 @@ def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monke
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_the_loop_reads_its_windows_in_parts(tutorial, cluster, small, write_bins):
     """Three datasets on the worker, and the losses of one."""
     config = write_bins(small(max_steps=11, eval_interval=11))

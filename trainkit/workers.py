@@ -66,9 +66,9 @@ def division(config: TrainingConfig) -> dict[str, int | str]:
     return {
         "workers": config.worker_range[1],
         "devices": math.prod(mesh),
-        "data x fsdp x tensor": " x ".join(map(str, mesh)),
+        "mesh": " x ".join(map(str, mesh)),
         "batch": config.batch_size,
-        "windows a device": windows,
+        "on each": windows,
         "micro-batches": f"{parts} of {windows // parts}",
     }
 
