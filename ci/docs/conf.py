@@ -9,7 +9,7 @@ import json
 from docutils import nodes
 from sphinx.parsers import Parser
 
-project = "GPT-2 with Ray Train and JAX"
+project = "GPT-2 on Ray Train"
 html_title = project
 language = "en"
 
