@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from conftest import WITH_PYTORCH
 from mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +67,7 @@ def test_break_is_caught(copy, mutation):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{mutation.test}"],
         cwd=copy,
+        env=WITH_PYTORCH,
         capture_output=True,
         text=True,
         timeout=900,

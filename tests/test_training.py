@@ -31,13 +31,13 @@ def test_learning_rate_is_nanogpts(tutorial, small):
 
 def test_twenty_steps_equal_pytorch(tutorial, small):
     """Same weights, same batches; AdamW with nanoGPT's groups, clipping, and schedule."""
-    config = small(weight_decay=0.1, grad_clip=0.5)
+    config = small(weight_decay=1.0, grad_clip=0.5)
     state = tutorial.create_state(config)
     peer = torch_model(config, state.params)
     decay = [p for p in peer.parameters() if p.dim() >= 2]
     rest = [p for p in peer.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        [{"params": decay, "weight_decay": 1.0}, {"params": rest, "weight_decay": 0.0}],
         betas=(config.beta1, config.beta2),
     )
     schedule = tutorial.learning_rate_schedule(config)
@@ -54,9 +54,14 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         for group in optimizer.param_groups:
             group["lr"] = float(schedule(step))
         optimizer.step()
-        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-3), step
-        assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-2), step
+        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-4), step
+        assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3), step
     assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
+    theirs = dict(peer.named_parameters())
+    for name, array in trainkit.weights.tensors(config, state.params).items():
+        difference = np.linalg.norm(array - theirs[name].detach().numpy())
+        # 0.0015 at most when measured; 0.1 when biases were decayed, too.
+        assert difference < 0.01 * np.linalg.norm(array), name
 
 
 def torch_model(config, params):
@@ -121,10 +126,15 @@ def test_step_is_deterministic_and_depends_on_the_step_number(tutorial, small):
     batches = windows_for(config, 4)
     first, second = (run(tutorial, config, batches) for _ in range(2))
     assert first[1] == second[1]
-    same = np.broadcast_to(batches[0], batches.shape)
-    _, losses = run(tutorial, config, same)
-    other = run(tutorial, dataclasses.replace(config, seed=1), same)[1]
-    assert len({*losses, *other}) == 8
+
+    def loss(step, seed=config.seed, **changes):
+        """Of the same weights and windows."""
+        state = tutorial.create_state(config)._replace(step=jax.numpy.int32(step))
+        changed = dataclasses.replace(config, seed=seed, **changes)
+        return float(tutorial.train_step(state, batches[0], changed)[1]["loss"])
+
+    assert len({loss(0), loss(1), loss(2), loss(0, seed=1)}) == 4
+    assert loss(0, dropout=0.0) == loss(1, dropout=0.0)
 
 
 def test_one_compilation(tutorial, small):
