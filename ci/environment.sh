@@ -36,6 +36,10 @@ if ! cmp -s ci/requirements.txt "$installed"; then
 fi
 source .venv/bin/activate
 
+# Container images often set this. Then each of Ray's processes compiles all that it imports,
+# and a run takes twice as long to start.
+unset PYTHONDONTWRITEBYTECODE
+
 export TIKTOKEN_CACHE_DIR="$PWD/.venv/tiktoken"
 python ci/offline_vocabulary.py "$TIKTOKEN_CACHE_DIR"
 export RAY_ADDRESS=local # never join a cluster that happens to be here

@@ -13,6 +13,7 @@ os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
 WITH_PYTORCH = dict(os.environ)
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")
 compiled = tempfile.TemporaryDirectory()  # by one test, for all
@@ -51,11 +52,17 @@ def read_arrays(path) -> list[np.ndarray]:
     return jax.tree.leaves(restored)
 
 
-def start_ray(address: str = "local", **options) -> None:
-    """Start Ray, or join a cluster, as the notebook does, if that hasn't been done."""
+def start_ray(address: str = "local") -> None:
+    """Start Ray, or join a cluster, as the notebook does, if that hasn't been done.
+
+    Its node of 4 CPUs says that it has two GPUs.
+    """
     if not ray.is_initialized():
+        options = {"log_to_driver": False, "include_dashboard": False}
+        if address == "local":
+            options |= {"num_cpus": 4, "num_gpus": 2}
         environment = {"py_modules": [str(ROOT / "trainkit")]}
-        ray.init(address, runtime_env=environment, log_to_driver=False, **options)
+        ray.init(address, runtime_env=environment, **options)
 
 
 def stop_ray() -> None:
@@ -87,7 +94,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def cluster():
     """A real Ray cluster of one node, which stays until a test starts one of its own."""
-    start_ray(num_cpus=4)
+    start_ray()
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +149,7 @@ def undisturbed(tutorial, small_factory, write_bins, tmp_path_factory):
             max_failures=2,
         )
         write_bins(config)
-        start_ray(num_cpus=4)
+        start_ray()
         result = tutorial.make_trainer(config).fit()
         assert result.error is None
         return config, result

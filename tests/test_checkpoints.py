@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
-from accidents import batches_of, copy_run, disk_of, log_of
+from accidents import batches_of, copy_run, disk_of
 from conftest import read_arrays
 from flax import nnx
 
@@ -101,32 +101,6 @@ def test_an_old_checkpoint_is_still_read(tutorial):
     orbax = trainkit.checkpoints.create_orbax(config)
     state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
     assert hashes(state) == expected and int(state.step) == 3
-
-
-def damage_by_truncation(path: Path) -> None:
-    data = max(
-        (f for f in path.rglob("d/*") if f.is_file()), key=lambda f: f.stat().st_size
-    )
-    with data.open("r+b") as file:
-        file.truncate(data.stat().st_size // 2)
-
-
-def test_damaged_checkpoint_is_refused_and_the_one_before_used(
-    tutorial, finished, copy_of
-):
-    config = copy_of("damaged")
-    newest = trainkit.records.saved(config)[0]
-    damage_by_truncation(Path(config.run_path / newest))
-    # Far enough beyond it that Ray prunes both the damaged one and the one in its place.
-    longer = dataclasses.replace(config, max_steps=110)
-    assert tutorial.make_trainer(longer).fit().error is None
-    assert not list(config.run_path.glob("*.refused"))  # it has been replaced
-    assert [line["step"] for line in log_of(config)] == list(range(1, 111))
-    saved = trainkit.records.saved(config)
-    assert saved[0] == "step_00000110" and len(saved) <= 3
-    assert all(
-        np.isfinite(array).all() for array in read_arrays(config.run_path / saved[0])
-    )
 
 
 @pytest.mark.extra  # test_lost_runs.py has the same without a cluster

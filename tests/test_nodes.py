@@ -178,7 +178,7 @@ def test_storage_that_workers_do_not_share(
 
     monkeypatch.chdir(folders[0])
     stop_ray()  # so that workers start in the first folder, as this process does
-    start_ray(num_cpus=4)
+    start_ray()
     with pytest.raises(ray.train.TrainingFailedError) as error:
         tutorial.make_trainer(config, loop).fit()
     assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))

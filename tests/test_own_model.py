@@ -85,12 +85,8 @@ SEAMS = {
 }
 
 
-FIRST, *OTHERS = SEAMS
-
-
-@pytest.mark.parametrize(
-    "seams", [FIRST, *(pytest.param(name, marks=pytest.mark.extra) for name in OTHERS)]
-)
+@pytest.mark.extra
+@pytest.mark.parametrize("seams", SEAMS)
 def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams):
     """It learns, on two devices that divide it, and goes on where it stopped."""
     swapped, layer = SEAMS[seams]

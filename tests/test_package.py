@@ -113,7 +113,7 @@ print("FOUND", json.dumps([ray.get(where.remote()), of_worker]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_package_reaches_workers_that_do_not_see_its_folder(
     small, write_bins, tmp_path
 ):

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import ray
 import tiktoken
 from accidents import wait_for
 
@@ -128,7 +129,7 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "ci")!r}]
 from notebook_module import load_notebook
 import ray
-ray.init("local", num_cpus=2, log_to_driver=False,
+ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False,
          runtime_env={{"py_modules": [{str(ROOT / "trainkit")!r}]}})
 tutorial = load_notebook()
 config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,

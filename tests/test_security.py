@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import threading
 import traceback
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,12 +29,30 @@ def test_nothing_unpickles():
         assert not any(word in source for source in sources), word
 
 
-def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path):
+class EmptyHub(BaseHTTPRequestHandler):
+    """A hub that has no dataset."""
+
+    def do_GET(self):
+        self.send_error(404)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def empty_hub():
+    """Its address."""
+    with HTTPServer(("127.0.0.1", 0), EmptyHub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path, empty_hub):
     """What a person copies into a bug report has no token in it."""
     secret = "hf_thisIsASecretToken1234567890"
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, secret)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", empty_hub)
     storage = str(tmp_path / "file")
     Path(storage).write_text("")
     attempts = [

@@ -54,7 +54,7 @@ def bucket():
         wait_for(lambda: answers(port), what="the S3 server")
         boto3.client("s3").create_bucket(Bucket="models")
         stop_ray()  # a new cluster, whose processes have these variables
-        start_ray(num_cpus=4)
+        start_ray()
         yield "s3://models/runs"
         stop_ray()
         server.terminate()

@@ -12,7 +12,6 @@ import pytest
 import ray
 import ray.train
 from accidents import log_of, losses_of_one_process
-from conftest import start_ray, stop_ray
 
 import trainkit.workers
 
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_missing_resources_are_named(cluster, small):
     config = small(num_workers=2, devices_per_worker=4, platform="gpu", batch_size=8)
-    with pytest.raises(RuntimeError, match=r"'GPU': 8.*'GPU': 0"):
+    with pytest.raises(RuntimeError, match=r"'GPU': 8.*'GPU': 2"):
         trainkit.workers.check_resources(config)
     trainkit.workers.check_resources(dataclasses.replace(config, autoscaling=True))
     trainkit.workers.check_resources(small(num_workers=2))
@@ -31,18 +30,9 @@ def test_missing_resources_are_named(cluster, small):
         trainkit.workers.check_resources(small(num_workers=7, batch_size=14))
 
 
-@pytest.fixture(scope="module")
-def gpu_node():
-    """A node that says it has two GPUs."""
-    stop_ray()
-    start_ray(num_cpus=4, num_gpus=2)
-    yield
-    stop_ray()
-
-
 @pytest.mark.slow
 @pytest.mark.extra
-def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bins):
+def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
     """Data, FSDP, and tensor parallelism at once; then on another mesh."""
     config = write_bins(
         small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
@@ -62,7 +52,7 @@ def test_two_workers_with_four_devices_each(tutorial, gpu_node, small, write_bin
     np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
 
 
-def test_workers_are_as_many_as_the_cluster_has_room_for(gpu_node, small, capsys):
+def test_workers_are_as_many_as_the_cluster_has_room_for(cluster, small, capsys):
     def complete(**changes):
         return trainkit.workers.complete(small(platform="gpu", **changes)).num_workers
 
@@ -108,7 +98,7 @@ def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
 
 
 @pytest.mark.slow
-def test_two_workers_of_a_node_take_two_gpus(tutorial, gpu_node, small, write_bins):
+def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bins):
     """Before the first of them asks JAX for a device."""
     config = write_bins(small(platform="gpu", max_steps=3))  # as many as there are GPUs
     tutorial.make_trainer(config, loop_with_played_gpus(tutorial, config)).fit()
@@ -117,7 +107,7 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, gpu_node, small, write_bi
 
 
 @pytest.mark.extra
-def test_two_workers_on_one_gpu_are_refused(tutorial, gpu_node, small, write_bins):
+def test_two_workers_on_one_gpu_are_refused(tutorial, cluster, small, write_bins):
     config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
     loop = loop_with_played_gpus(tutorial, config, own_gpus=lambda: None)
     with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
