@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import boto3
@@ -118,7 +117,7 @@ def kill_while_writing(rank: int):
 
     def harm(config):
         worker = worker_of(config, rank)  # before, since the store takes a while
-        staging = Path(tempfile.gettempdir(), f"{config.run_name}-{rank}")
+        staging = trainkit.checkpoints.staging(config) / str(rank)
         wait_for(lambda: any(staging.glob("step_*tmp*")), pause=0.002)
         os.kill(worker, signal.SIGKILL)
 
@@ -138,8 +137,7 @@ def test_save_kill_resume_prune(tutorial, reference, bucket):
     # what the killed worker was writing has been written again.
     saved = trainkit.records.saved(config)
     assert saved == trainkit.records.saved(reference) and len(saved) <= 3
-    staging = Path(tempfile.gettempdir()).glob("killed-*/step_*")
-    assert list(staging) == []
+    assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
 
     model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
     assert model.config.run_path == config.run_path

@@ -12,7 +12,6 @@ newest whole checkpoint on storage, whatever Ray has on record (`trainkit.record
 
 import contextlib
 import dataclasses
-import glob
 import logging
 import os
 import shutil
@@ -48,7 +47,8 @@ class Checkpointer:
         self.thread, self.saving = ThreadPoolExecutor(1), None
         self.recorded = ""  # the latest that Ray had on record when the run went on
         if config.remote:
-            remove_staged(config)  # by a worker that was killed
+            # What a worker that was killed left, of whatever rank.
+            shutil.rmtree(staging(config), ignore_errors=True)
 
     def save(self, state: Any, step: int) -> Saved:
         """Start to write `state`, a pytree of arrays; training goes on meanwhile.
@@ -64,7 +64,7 @@ class Checkpointer:
         known = name <= self.recorded and name in records.on_record()
         written = Path(stored.path)
         if config.remote:
-            written = staging(config) / name
+            written = staging(config) / str(jax.process_index()) / name
             if jax.process_index() == 0:  # before any worker writes: `orbax.save` waits
                 delete = stored.filesystem.delete_dir_contents
                 storage.patiently(delete, stored.path, missing_dir_ok=True)
@@ -183,15 +183,8 @@ def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def staging(config: TrainingConfig) -> Path:
-    """Where this worker writes its part of a checkpoint before it is uploaded."""
-    return Path(tempfile.gettempdir(), f"{config.run_name}-{jax.process_index()}")
-
-
-def remove_staged(config: TrainingConfig) -> None:
-    """Remove what workers of this run, of whatever rank, have left on this node."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(config.run_name)}-*"):
-        if folder.name.removeprefix(f"{config.run_name}-").isdecimal():
-            shutil.rmtree(folder, ignore_errors=True)
+    """Where a node's workers write a checkpoint before it is uploaded, user by user."""
+    return Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}", config.run_name)
 
 
 def upload(folder: Path, checkpoint: ray.train.Checkpoint) -> None:
