@@ -167,7 +167,7 @@ def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket):
     checkpointer.save(STATE, 10)
     checkpointer.wait()
     assert trainkit.records.saved(bucket) == ["step_00000010"]
-    assert list(Path(tempfile.tempdir).glob("*/step_*")) == []
+    assert list(Path(tempfile.tempdir).rglob("step_*")) == []
     (kernel,) = read_arrays(bucket.run_path / "step_00000010")
     np.testing.assert_array_equal(kernel, STATE["kernel"])
 
@@ -226,13 +226,22 @@ def test_wait_waits_for_the_upload(bucket, monkeypatch):
         checkpointer.wait()
 
 
-def test_what_a_killed_worker_staged_is_removed(bucket):
-    folders = {f"{bucket.run_name}-{end}": end.isdecimal() for end in ("0", "7", "b-1")}
-    for name in folders:
-        (Path(tempfile.tempdir) / name / "step_00000010").mkdir(parents=True)
+def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
+    """Whatever its rank was; other runs' and other users' checkpoints stay."""
+    mine = trainkit.checkpoints.staging(bucket)
+    other_run = trainkit.checkpoints.staging(
+        dataclasses.replace(bucket, run_name=f"{bucket.run_name}-2")
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12_345)
+        other_user = trainkit.checkpoints.staging(bucket)
+    assert Path(tempfile.tempdir) in mine.parents
+    for folder in (mine / "0", mine / "7", other_run / "0", other_user / "0"):
+        (folder / "step_00000010").mkdir(parents=True)
     trainkit.checkpoints.Checkpointer(bucket)
-    for name, goes in folders.items():
-        assert (Path(tempfile.tempdir) / name).exists() != goes
+    assert not mine.exists()
+    assert (other_run / "0" / "step_00000010").exists()
+    assert (other_user / "0" / "step_00000010").exists()
 
 
 def test_record_of_an_older_version_leaves_marks(bucket):

@@ -26,7 +26,8 @@ def count(config: TrainingConfig) -> dict[str, int]:
     """The bytes that a step needs on each device, less what XLA adds for itself.
 
     Kernels that keep no scores (cuDNN's, Splash) are counted as doing so; with
-    `attention: xla`, a block keeps the scores of all pairs of tokens.
+    `attention: xla`, a block keeps the scores of all pairs of tokens. Scanned blocks have
+    their weights stacked, and the gradients of the stack.
     """
     L, D, T = config.n_layer, config.n_embd, config.block_size
     width = 4 if config.compute_dtype == "float32" else 2  # bytes of an activation
@@ -42,7 +43,8 @@ def count(config: TrainingConfig) -> dict[str, int]:
     logits = 2 * token * config.padded_vocab_size // config.loss_chunks
     return {
         "state": state,
-        "gradients": (4 + width) * weights // tensor,  # and the weights to compute with
+        # In float32, and the weights to compute with.
+        "gradients": (4 + (3 if config.scan_layers else 1) * width) * weights // tensor,
         "activations": blocks // tensor,
         "logits": logits // tensor,
     }
