@@ -3,7 +3,7 @@
     python benchmarks/scaling.py
 
 Compiles the notebook's train step for 1, 2, 4, and 8 simulated CPU devices, with the devices
-in parallel on the data, on the parameters (FSDP), and on both, and for each size of GPT-2.
+in parallel on the data or on the parameters (FSDP), and for each size of GPT-2.
 Runs nothing; prints what XLA says of the programs.
 """
 
