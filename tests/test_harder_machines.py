@@ -229,9 +229,7 @@ def test_wait_waits_for_the_upload(bucket, monkeypatch):
 def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
     """Whatever its rank was; other runs' and other users' checkpoints stay."""
     mine = trainkit.checkpoints.staging(bucket)
-    other_run = trainkit.checkpoints.staging(
-        dataclasses.replace(bucket, run_name=f"{bucket.run_name}-2")
-    )
+    other_run = mine.with_name(f"{bucket.run_name}-2")
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: 12_345)
         other_user = trainkit.checkpoints.staging(bucket)
