@@ -47,11 +47,18 @@ def test_savings_are_those_of_the_compiled_program(tutorial, change):
     assert 0.5 < (counted[0] - counted[1]) / (compiled[0] - compiled[1]) < 2
 
 
-def test_need_is_that_of_the_program_for_an_h200():
+@pytest.mark.parametrize(
+    "name, num_workers, row",
+    [
+        ("gpt2-124m", 1, "`gpt2-124m.yaml`: `loss_chunks: 2`"),  # an H200
+        ("gpt2-xl", 4, "`gpt2-xl.yaml` | 16 | 16 "),  # a v6e slice of 16 chips
+    ],
+)
+def test_need_is_that_of_the_compiled_program(name, num_workers, row):
     """As benchmarks/README.md has it; XLA's own copies aren't counted."""
-    config = load_config(ROOT / "configs/gpt2-124m.yaml", num_workers=1)
+    config = load_config(ROOT / f"configs/{name}.yaml", num_workers=num_workers)
     table = (ROOT / "benchmarks/README.md").read_text()
-    row = r"`gpt2-124m.yaml`: `loss_chunks: 2`.*?([\d.]+) GiB.*?([\d.]+) GiB"
+    row = re.escape(row) + r".*?([\d.]+) GiB.*?([\d.]+) GiB"
     compiled = sum(map(float, re.search(row, table).groups())) * 2**30
     assert 0.75 < sum(trainkit.memory.count(config).values()) / compiled < 1.25
 
