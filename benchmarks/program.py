@@ -114,14 +114,40 @@ def called(program: Program, instruction: Instruction) -> list[Instruction]:
     return list(program.computations.get(found[1], {}).values()) if found else []
 
 
-def bytes_moved(each: Executed) -> int:
+def bytes_moved(program: Program, each: Executed) -> int:
     """Bytes that an instruction reads and writes in a step: its operands and results.
 
-    An upper estimate, to compare programs by: caches keep some of it, and a slice of a
-    large operand counts the whole operand.
+    Where only slices of an operand are read, or a slice of it is replaced in place, these
+    count. An upper estimate, to compare programs by: caches keep some of it.
     """
-    read = sum(bytes_of(operand.type) for operand in each.operands)
-    return each.times * (bytes_of(each.instruction.type) + read)
+    inside = called(program, each.instruction)
+    outside = [i for i in inside if i.op == "parameter"] or each.operands
+    inside = {i.name: i for i in [*outside, *(inside or [each.instruction])]}
+
+    def read(source: Instruction, whole: int) -> int:
+        uses = [i for i in inside.values() if source.name in i.operands]
+        return min(whole, sum(read_by(use, source, whole) for use in uses))
+
+    def read_by(use: Instruction, source: Instruction, whole: int) -> int:
+        if use.op == "bitcast":
+            return read(use, whole)
+        if use.op in ("slice", "dynamic-slice"):
+            return bytes_of(use.type)
+        replaced = use.op == "dynamic-update-slice" and use.operands[0] == source.name
+        return 0 if replaced else whole
+
+    def written(result: Instruction) -> int:
+        if result.op == "tuple":
+            return sum(written(inside[name]) for name in result.operands)
+        if result.op == "bitcast":
+            return written(inside[result.operands[0]])
+        if result.op == "dynamic-update-slice":
+            return bytes_of(inside[result.operands[1]].type)
+        return bytes_of(result.type)
+
+    result = [*inside.values()][-1]
+    total = sum(read(source, bytes_of(source.type)) for source in outside)
+    return each.times * (total + written(result))
 
 
 def kind_of(program: Program, each: Executed) -> str:
@@ -159,7 +185,7 @@ def bytes_by_kind(program: Program) -> dict[str, int]:
     """Bytes that a step reads and writes, by kind of instruction, the most first."""
     total = collections.Counter()
     for each in executed(program):
-        total[kind_of(program, each)] += bytes_moved(each)
+        total[kind_of(program, each)] += bytes_moved(program, each)
     return dict(total.most_common())
 
 
@@ -214,5 +240,5 @@ def copies(program: Program, least: int = 2**20) -> dict[str, int]:
     for each in executed(program):
         large = bytes_of(each.instruction.type) >= least
         if large and kind_of(program, each) == "copies":
-            total[shapes_of(each.instruction.type)] += bytes_moved(each)
+            total[shapes_of(each.instruction.type)] += bytes_moved(program, each)
     return dict(total.most_common())

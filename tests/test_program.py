@@ -74,3 +74,28 @@ def test_scatters_copies_and_the_largest_arrays(parsed):
     assert program.scatters(parsed) == ["f32[64,8]"]
     assert program.copies(parsed) == {"bf16[1024,1024]": 4 * MIB}
     assert program.largest(parsed, 2) == ["bf16[1024,1024]", "f32[256,1024]"]
+
+
+SLICES = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_update (p.0: bf16[48,1024,512], p.1: bf16[1024,512], p.2: s32[]) -> bf16[48,1024,512] {
+  %p.0 = bf16[48,1024,512]{2,1,0} parameter(0)
+  %p.1 = bf16[1024,512]{1,0} parameter(1)
+  %p.2 = s32[] parameter(2)
+  %row.1 = bf16[1,1024,512]{2,1,0} bitcast(%p.1)
+  ROOT %updated.1 = bf16[48,1024,512]{2,1,0} dynamic-update-slice(%p.0, %row.1, %p.2)
+}
+
+ENTRY %main (a: bf16[48,1024,512], i: s32[]) -> bf16[48,1024,512] {
+  %a = bf16[48,1024,512]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = bf16[1024,512]{1,0} dynamic-slice(%a, %i), dynamic_slice_sizes={1,1024,512}
+  ROOT %new = bf16[48,1024,512]{2,1,0} fusion(%a, %row, %i), kind=kLoop, calls=%fused_update
+}
+"""
+
+
+def test_a_slice_counts_as_what_is_read_of_it_and_an_update_as_what_is_written():
+    moved = program.bytes_by_kind(program.parse(SLICES))["copies"]
+    assert moved == pytest.approx((2 + 2) * MIB, abs=16)  # and the index
