@@ -78,6 +78,20 @@ def test_fsdp_scatters_the_sums_on_eight_gpus():
     assert kinds == {"all-gather", "reduce-scatter"}  # no matrix is summed whole
 
 
+@pytest.mark.extra
+@needs_plugin
+def test_xl_on_eight_gpus():
+    """As the last comment of its file says."""
+    report = compile_for_gpu(
+        *("gpt2-xl.yaml", "--gpus=8", "platform=gpu", "attention=cudnn", "fsdp=8"),
+        *("scan_layers=false", "topology=null", "accelerator_type=null"),
+    )
+    assert report["windows_at_once"] == 16
+    assert report["attention_kernels"] == 2 * 48  # nothing is computed twice
+    assert report["total_gib"] <= 55
+    assert not any(c["in_loop"] for c in report["collectives"])
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="it is installed"
 )
