@@ -10,11 +10,9 @@ instead, for the same chips and as many windows.
 """
 
 import argparse
-import collections
 import dataclasses
 import json
 import os
-import re
 import time
 from functools import partial
 from pathlib import Path
@@ -27,19 +25,10 @@ import jax
 import jax.numpy as jnp
 from common import load_notebook, original_training, parse_changes
 from jax.experimental import topologies
+from program import count_collectives, parse
 
 import trainkit.config
 import trainkit.devices
-
-COLLECTIVES = "|".join(
-    "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
-)
-
-
-def collectives_of(program: str) -> dict[str, int]:
-    """How often each collective stands in a compiled program."""
-    names = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", program)
-    return dict(collections.Counter(names))
 
 
 def compile_step(tutorial, config, mesh):
@@ -107,7 +96,7 @@ def main() -> None:
     else:
         compiling = compile_step(tutorial, config, mesh)
     compiled, trace_s, compile_s = compiling
-    memory, program = compiled.memory_analysis(), compiled.as_text()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     gib = partial(round, ndigits=2)
     arguments_gib = memory.argument_size_in_bytes / 2**30
     temporary_gib = memory.temp_size_in_bytes / 2**30
@@ -120,8 +109,8 @@ def main() -> None:
         "temporary_gib": gib(temporary_gib),
         "total_gib": gib(arguments_gib + temporary_gib),  # results take their place
         "tflops": gib(compiled.cost_analysis()["flops"] / 1e12),
-        "collectives": collectives_of(program),
-        "kernels": program.count("tpu_custom_call"),
+        "collectives": count_collectives(parse(text)),
+        "kernels": text.count("tpu_custom_call"),
         "trace_s": round(trace_s, 1),
         "compile_s": round(compile_s, 1),
     }

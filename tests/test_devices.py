@@ -29,7 +29,8 @@ sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
 import jax, numpy as np, trainkit.config, trainkit.devices
 from jax.sharding import NamedSharding, PartitionSpec
 from notebook_module import load_notebook
-from tpu_compile import collectives_of, compile_step
+from program import count_collectives, parse
+from tpu_compile import compile_step
 
 tutorial = load_notebook()
 SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,
@@ -61,13 +62,13 @@ def run(devices, shape):
         state, metrics = step(state, jax.device_put(batch, sharding))
         losses.append(float(metrics["loss"]))
     return dict(losses=losses, shapes=shapes, moments=all(moments),
-                collectives=collectives_of(step.as_text()))
+                collectives=count_collectives(parse(step.as_text())))
 
 meshes = json.loads(sys.argv[1])
 report = {name: run(jax.devices(), tuple(shape)) for name, shape in meshes.items()}
 report["one device"] = run(jax.devices()[:1], (1, 1, 1))
 two = prepare(jax.devices(), (1, 1, 8), n_layer=2)[2]
-report["tensor, two layers"] = collectives_of(two.as_text())
+report["tensor, two layers"] = count_collectives(parse(two.as_text()))
 print(json.dumps(report))
 """
 
