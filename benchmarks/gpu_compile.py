@@ -87,6 +87,11 @@ def main() -> None:
     if arguments.gpus:
         changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}
     config = trainkit.config.load_config(arguments.config, **changes)
+    if config.platform != "gpu":
+        sys.exit(
+            f"platform: {arguments.config} has {config.platform!r}, expected 'gpu'. Add "
+            "platform=gpu attention=cudnn topology=null accelerator_type=null"
+        )
     settings = trainkit.workers.environment(config)
     if not arguments.original:
         os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])

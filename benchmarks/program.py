@@ -89,23 +89,39 @@ def end_of_type(text: str) -> int:
     raise ValueError(f"no type at the start of {text:.60}")
 
 
-def executed(program: Program, name: str = "", times: int = 1) -> Iterator[Executed]:
-    """Every instruction that runs in a step, from the entry or from a loop's body."""
+def executed(
+    program: Program, name: str = "", times: int = 1, in_loop: bool = False
+) -> Iterator[Executed]:
+    """Every instruction that runs in a step, from the entry or from what it calls.
+
+    Of the branches of a conditional, the one that moves the most.
+    """
     body = program.computations[name or program.entry]
     for instruction in body.values():
         if instruction.op == "while":
             text = instruction.text
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', text)
             inner = re.search(r"body=%?([\w.-]+)", text)[1]
-            yield from executed(
-                program, inner, times * int(trips[1]) if trips else times
+            trips = int(trips[1]) if trips else 1
+            yield from executed(program, inner, times * trips, in_loop=True)
+        elif instruction.op == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.text)
+            pair = r"(?:true|false)_computation=%?([\w.-]+)"
+            names = (
+                re.findall(r"%?([\w.-]+)", branches[1])
+                if branches
+                else re.findall(pair, instruction.text)
+            )
+            runs = [list(executed(program, n, times, in_loop)) for n in names]
+            yield from max(
+                runs, key=lambda run: sum(bytes_moved(program, e) for e in run)
             )
         elif instruction.op == "call":
             inner = re.search(r"to_apply=%?([\w.-]+)", instruction.text)[1]
-            yield from executed(program, inner, times)
+            yield from executed(program, inner, times, in_loop)
         elif instruction.op not in FREE and not instruction.op.endswith("-done"):
             operands = [body[o] for o in instruction.operands if o in body]
-            yield Executed(instruction, operands, times, bool(name))
+            yield Executed(instruction, operands, times, in_loop)
 
 
 def called(program: Program, instruction: Instruction) -> list[Instruction]:
@@ -120,12 +136,18 @@ def bytes_moved(program: Program, each: Executed) -> int:
     Where only slices of an operand are read, or a slice of it is replaced in place, these
     count. An upper estimate, to compare programs by: caches keep some of it.
     """
-    inside = called(program, each.instruction)
-    outside = [i for i in inside if i.op == "parameter"] or each.operands
-    inside = {i.name: i for i in [*outside, *(inside or [each.instruction])]}
+    users = called(program, each.instruction) or [each.instruction]
+    outside = [i for i in users if i.op == "parameter"] or each.operands
+    inside = {i.name: i for i in [*outside, *users]}
+    result = users[-1]
+
+    def in_place(result: Instruction) -> set[str]:
+        if result.op in ("tuple", "bitcast") and len(users) > 1:
+            return set().union(*(in_place(inside[name]) for name in result.operands))
+        return {result.name} if result.op == "dynamic-update-slice" else set()
 
     def read(source: Instruction, whole: int) -> int:
-        uses = [i for i in inside.values() if source.name in i.operands]
+        uses = [i for i in users if source.name in i.operands]
         return min(whole, sum(read_by(use, source, whole) for use in uses))
 
     def read_by(use: Instruction, source: Instruction, whole: int) -> int:
@@ -133,7 +155,7 @@ def bytes_moved(program: Program, each: Executed) -> int:
             return read(use, whole)
         if use.op in ("slice", "dynamic-slice"):
             return bytes_of(use.type)
-        replaced = use.op == "dynamic-update-slice" and use.operands[0] == source.name
+        replaced = use.name in updates and use.operands[0] == source.name
         return 0 if replaced else whole
 
     def written(result: Instruction) -> int:
@@ -143,11 +165,19 @@ def bytes_moved(program: Program, each: Executed) -> int:
             return written(inside[result.operands[0]])
         if result.op == "dynamic-update-slice":
             return bytes_of(inside[result.operands[1]].type)
-        return bytes_of(result.type)
+        return bytes_of_result(result, each.operands)
 
-    result = [*inside.values()][-1]
+    updates = in_place(result)
     total = sum(read(source, bytes_of(source.type)) for source in outside)
     return each.times * (total + written(result))
+
+
+def bytes_of_result(instruction: Instruction, operands: list[Instruction]) -> int:
+    """The bytes that an instruction gives; most starts list their operands, too."""
+    size = bytes_of(instruction.type)
+    if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
+        size -= sum(bytes_of(operand.type) for operand in operands)
+    return size
 
 
 def kind_of(program: Program, each: Executed) -> str:
@@ -161,7 +191,7 @@ def kind_of(program: Program, each: Executed) -> str:
     if collective_of(instruction):
         return "collectives"
     inside = called(program, instruction)
-    ops = {i.op for i in inside} or {instruction.op}
+    ops = {i.op for i in inside} or {instruction.op.removesuffix("-start")}
     if ops & {"dot", "convolution"}:
         return "products"
     if ops & {"scatter"}:
@@ -195,15 +225,11 @@ def collectives(program: Program) -> list[dict]:
     for each in executed(program):
         if kind := collective_of(each.instruction):
             arrays = each.instruction.type
-            if kind == "all-reduce" or not each.instruction.op.endswith("-start"):
-                size = bytes_of(arrays)
-            else:  # a start's type lists the operands before the results
-                size = bytes_of(arrays) - sum(bytes_of(o.type) for o in each.operands)
             found.append(
                 {
                     "kind": kind,
                     "arrays": shapes_of(arrays),
-                    "bytes": size,
+                    "bytes": bytes_of_result(each.instruction, each.operands),
                     "times": each.times,
                     "in_loop": each.in_loop,
                 }

@@ -99,3 +99,53 @@ ENTRY %main (a: bf16[48,1024,512], i: s32[]) -> bf16[48,1024,512] {
 def test_a_slice_counts_as_what_is_read_of_it_and_an_update_as_what_is_written():
     moved = program.bytes_by_kind(program.parse(SLICES))["copies"]
     assert moved == pytest.approx((2 + 2) * MIB, abs=16)  # and the index
+
+
+BRANCHES = """\
+HloModule jit_step, is_scheduled=true
+
+%skip (s: f32[256,1024]) -> f32[256,1024] {
+  ROOT %s = f32[256,1024]{1,0} parameter(0)
+}
+
+%update (u: f32[256,1024]) -> f32[256,1024] {
+  %u = f32[256,1024]{1,0} parameter(0)
+  ROOT %sum = f32[256,1024]{1,0} all-reduce(%u), replica_groups={}, to_apply=%region
+}
+
+%doubled (d: f32[256,1024]) -> f32[256,1024] {
+  %d = f32[256,1024]{1,0} parameter(0)
+  %two = f32[256,1024]{1,0} constant(2)
+  %new = f32[256,1024]{1,0} dynamic-update-slice(%d, %d, %zero)
+  ROOT %twice = f32[256,1024]{1,0} multiply(%new, %new)
+}
+
+%buffer (b: f32[256,1024]) -> f32[2048,1024] {
+  %b = f32[256,1024]{1,0} parameter(0)
+  %start = (f32[256,1024]{1,0}, f32[2048,1024]{1,0}) all-gather-start(%b), dimensions={0}
+  ROOT %done = f32[2048,1024]{1,0} all-gather-done(%start)
+}
+
+ENTRY %main (a: f32[256,1024], p: pred[]) -> f32[2048,1024] {
+  %a = f32[256,1024]{1,0} parameter(0)
+  %p = pred[] parameter(1)
+  %chosen = f32[256,1024]{1,0} conditional(%p, %a, %a), \
+branch_computations={%skip, %update}
+  %more = f32[256,1024]{1,0} fusion(%chosen), kind=kLoop, calls=%doubled
+  ROOT %all = f32[2048,1024]{1,0} call(%more), to_apply=%buffer
+}
+"""
+
+
+def test_branches_and_calls_are_walked_and_are_no_loops():
+    found = program.collectives(program.parse(BRANCHES))
+    assert [(c["kind"], c["bytes"], c["in_loop"]) for c in found] == [
+        ("all-gather", 8 * MIB, False),
+        ("all-reduce", MIB, False),
+    ]
+
+
+def test_a_start_gives_its_result_alone_and_an_update_halfway_is_read_whole():
+    kinds = program.bytes_by_kind(program.parse(BRANCHES))
+    assert kinds["collectives"] == (1 + 8 + 1 + 1) * MIB
+    assert kinds["elementwise"] == (1 + 1) * MIB
