@@ -227,19 +227,22 @@ def test_wait_waits_for_the_upload(bucket, monkeypatch):
 
 
 def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
-    """Whatever its rank was; other runs' and other users' checkpoints stay."""
+    """Whatever its rank was; those of other runs, users, and stores stay."""
     mine = trainkit.checkpoints.staging(bucket)
     other_run = mine.with_name(f"{bucket.run_name}-2")
     with monkeypatch.context() as patch:
         patch.setattr(os, "getuid", lambda: 12_345)
         other_user = trainkit.checkpoints.staging(bucket)
+    elsewhere = dataclasses.replace(bucket, storage_path="s3://another-bucket/runs")
+    other_store = trainkit.checkpoints.staging(elsewhere)
     assert Path(tempfile.tempdir) in mine.parents
-    for folder in (mine / "0", mine / "7", other_run / "0", other_user / "0"):
-        (folder / "step_00000010").mkdir(parents=True)
+    others = [other_run, other_user, other_store]
+    for folder in (mine, *others):
+        for rank in ("0", "7"):
+            (folder / rank / "step_00000010").mkdir(parents=True)
     trainkit.checkpoints.Checkpointer(bucket)
     assert not mine.exists()
-    assert (other_run / "0" / "step_00000010").exists()
-    assert (other_user / "0" / "step_00000010").exists()
+    assert all((other / "7" / "step_00000010").exists() for other in others)
 
 
 def test_record_of_an_older_version_leaves_marks(bucket):

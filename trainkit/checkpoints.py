@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,8 +184,13 @@ def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def staging(config: TrainingConfig) -> Path:
-    """Where a node's workers write a checkpoint before it is uploaded, user by user."""
-    return Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}", config.run_name)
+    """Where a node's workers write a checkpoint before it is uploaded, user by user.
+
+    Runs of one name may belong to different object stores.
+    """
+    store = f"{zlib.crc32(config.storage_path.encode()):08x}"
+    user = f"trainkit-{os.getuid()}"
+    return Path(tempfile.gettempdir(), user, store, config.run_name)
 
 
 def upload(folder: Path, checkpoint: ray.train.Checkpoint) -> None:
