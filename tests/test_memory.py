@@ -63,6 +63,31 @@ def test_need_is_that_of_the_compiled_program(name, num_workers, row):
     assert 0.75 < sum(trainkit.memory.count(config).values()) / compiled < 1.25
 
 
+def test_only_a_part_of_a_block_is_divided_by_tensor():
+    """Its input, the norms' outputs, and the sum after attention are whole everywhere."""
+    counts = [
+        trainkit.memory.count(
+            load_config(
+                ROOT / "configs/gpt2-124m.yaml",
+                num_workers=1,
+                devices_per_worker=devices,
+                tensor_parallel=devices,
+            )
+        )
+        for devices in (1, 4)
+    ]
+    ratio = counts[1]["activations"] / counts[0]["activations"]
+    assert ratio == pytest.approx((4 + 8 / 4) / 12)
+
+
+@pytest.mark.parametrize(
+    "n, text",
+    [(0, "0 B"), (1000, "0.977 KiB"), (2**20, "1 MiB"), (1010 * 2**30, "0.986 TiB")],
+)
+def test_sizes_are_never_written_with_an_exponent(n, text):
+    assert trainkit.memory.size(n) == text
+
+
 def test_parameters_are_counted_as_they_are(tutorial):
     config = load_config(ROOT / "configs/gpt2-124m.yaml")
     padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd

@@ -50,7 +50,10 @@ class ShapeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig(ShapeConfig):
-    """The shape, and how it is computed, which changes numbers by rounding only."""
+    """The shape, and how it is computed, which changes numbers by rounding only.
+
+    (With dropout, `scan_layers` also decides what is drawn.)
+    """
 
     attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once

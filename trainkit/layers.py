@@ -128,6 +128,8 @@ def run_blocks(
 def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
     """What `run_blocks` computes, by one compiled block in a loop over all parameters.
 
+    With dropout, it draws other numbers.
+
     Many blocks compile to a long program, and this one stays short. `jax.checkpoint` keeps
     only each block's input; the backward pass computes the rest again but for the MLP's
     second product, which costs a quarter more arithmetic and saves memory.

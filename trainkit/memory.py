@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,9 @@ import ray.train
 
 from trainkit.config import TrainingConfig
 
-KEPT = 12  # arrays [B, T, D] that a block keeps for the backward pass: its input, two norms'
-# outputs, q, k, v, what attention gives, the sum after it, and four for what enters GELU
+# Arrays [B, T, D] that a block keeps for the backward pass:
+WHOLE = 4  # its input, two norms' outputs, and the sum after attention
+DIVIDED = 8  # by tensor: q, k, v, what attention gives, and four for what enters GELU
 
 
 def parameters(config: TrainingConfig) -> int:
@@ -34,9 +34,9 @@ def count(config: TrainingConfig) -> dict[str, int]:
     _, fsdp, tensor = config.mesh_shape(config.worker_range[1])
     windows = config.device_windows // config.micro_batches
     token = windows * T * width  # of one number for each token
-    block = KEPT * token * D
+    block = (WHOLE + DIVIDED / tensor) * token * D
     if config.attention == "xla":
-        block += 3 * config.n_head * T * token  # scores, masked, and their softmax
+        block += 3 * config.n_head * T * token / tensor  # scores, masked, and softmax
     blocks = L * token * D + block if config.scan_layers else L * block
     weights = parameters(config)
     state = 12 * weights // (fsdp * tensor)  # float32: weights, and Adam's two moments
@@ -45,7 +45,7 @@ def count(config: TrainingConfig) -> dict[str, int]:
         "state": state,
         # In float32, and the weights to compute with.
         "gradients": (4 + (3 if config.scan_layers else 1) * width) * weights // tensor,
-        "activations": blocks // tensor,
+        "activations": round(blocks),
         "logits": logits // tensor,
     }
 
@@ -99,8 +99,10 @@ def advice(config: TrainingConfig) -> str:
 
 def size(n: float) -> str:
     """A number of bytes for people, such as 1.4 GiB."""
-    power = max(0, min(3, int(math.log2(max(n, 1)) // 10)))
-    return f"{n / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while n >= 999.5 and len(units) > 1:  # or it would be 1e+03
+        n, units = n / 1024, units[1:]
+    return f"{n:.3g} {units[0]}"
 
 
 def explained(loop: Callable[[dict], None]) -> Callable[[dict], None]:
