@@ -3,8 +3,7 @@
 # build/docs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source ci/environment.sh
+source ci/environment.sh ci/requirements.txt ci/test-requirements.txt
 
-bash ci/docs/install.sh
 bash ci/docs/build.sh build/docs
 echo "The first page is build/docs/README.html"

