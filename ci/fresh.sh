@@ -34,6 +34,7 @@ if [ ! -e "$root/ready" ]; then
   cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
   touch "$root/ready"
 fi
+cp /etc/hosts "$root/etc/" # with this machine's name
 rm -rf "$root/root/clone"
 git -c safe.directory=* clone --quiet --no-hardlinks . "$root/root/clone"
 

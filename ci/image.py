@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The image's versions of these hold there, but for those that something refuses.
@@ -11,10 +13,17 @@ BROUGHT |= {"pyyaml", "ray", "tensorboardx", "tqdm"}
 REFUSED = {"pyarrow": "datasets 5.2 needs 24 or newer; the image of Ray 2.57 has 23"}
 
 
-def read_pins() -> dict[str, str]:
-    """The lines of requirements-gpu.txt, by package."""
-    lines = (ROOT / "requirements-gpu.txt").read_text().splitlines()
-    return {m[1]: m[0] for line in lines if (m := re.match(r"([\w-]+)\S*==\S+", line))}
+def read_pins(
+    name: str = "requirements-gpu.txt", python: str = "3.12", arm: bool = False
+) -> dict[str, str]:
+    """The pins of a requirements file for one Python on Linux, by package, with extras."""
+    target = {"python_version": python, "python_full_version": f"{python}.0"}
+    target["sys_platform"] = "linux"
+    target["platform_machine"] = "aarch64" if arm else "x86_64"
+    lines = (ROOT / name).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and line[0] != "#"]
+    found = [r for r in found if not r.marker or r.marker.evaluate(target)]
+    return {r.name: str(r).partition(";")[0] for r in found}
 
 
 def requirements(image: str) -> str:

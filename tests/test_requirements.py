@@ -1,13 +1,19 @@
 """Requirements: exact pins, the same everywhere, and a set that can be installed."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from urllib.parse import unquote
 
+import image
 import pytest
 from notebook_module import code_cells
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
@@ -19,21 +25,26 @@ IMPORT_NAMES = {
 }
 
 
-def pins(name: str) -> dict[str, str]:
-    lines = [
-        line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()
-    ]
-    matches = [
-        re.fullmatch(r"([\w-]+)(\[[\w,]+\])?==([\w.]+)", line) for line in lines if line
-    ]
+USERS, TESTS = FILES[:2], "ci/test-requirements.txt"
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+LIBTPU_PLATFORM = "x86_64-manylinux_2_31"  # of its wheels
+PLATFORMS = [LIBTPU_PLATFORM, "aarch64-manylinux_2_28", "aarch64-apple-darwin"]
+
+
+def pins(name: str, python: str) -> dict[str, str]:
+    """The versions that a file pins, by package."""
+    found = image.read_pins(name, python).values()
+    matches = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", pin) for pin in found]
     assert all(matches), f"{name}: not every line is an exact pin"
-    return {match[1]: match[3] for match in matches}
+    return {match[1]: match[2] for match in matches}
 
 
-def test_files_agree():
-    gpu, tpu, cpu = map(pins, FILES)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_files_agree(python):
+    gpu, tpu, cpu = (pins(name, python) for name in FILES)
     assert gpu == tpu
     assert gpu.items() <= cpu.items()
+    assert not cpu.keys() & pins(TESTS, python).keys()
 
 
 def imports_of(source: str) -> set[str]:
@@ -52,31 +63,78 @@ def test_every_package_is_used_and_every_import_pinned():
     sources = [cell.source for cell in code_cells()]
     sources += [path.read_text() for path in (ROOT / "trainkit").glob("*.py")]
     imported = set().union(*map(imports_of, sources)) - {"trainkit"}
-    pinned = {IMPORT_NAMES.get(name, name) for name in pins("requirements-gpu.txt")}
+    pinned = {IMPORT_NAMES.get(name, name) for name in pins(FILES[0], "3.12")}
     pinned -= {"ipywidgets", "matplotlib"}  # tqdm and pandas draw with them
     assert imported - set(sys.stdlib_module_names) == pinned
 
 
-@pytest.mark.extra
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("name", FILES)
-def test_file_resolves(name, python):
-    """A full resolution from metadata alone, accelerator packages included."""
-    command = [
-        "uv",
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-header",
-        "--python-version",
-        python,
-    ]
-    command += ["--python-platform", "x86_64-manylinux_2_31"]
+def resolve(names: list[str], python: str, platform: str) -> dict:
+    """What uv would install, from metadata alone, as a lock file (PEP 751).
+
+    Only what PyPI has counts, as wheels, whatever is on this machine.
+    """
+    command = (
+        "uv pip compile --quiet --no-config --format pylock.toml --only-binary :all:"
+    )
+    command += f" --python-version {python} --python-platform {platform}"
+    environment = {k: v for k, v in os.environ.items() if k != "UV_FIND_LINKS"}
+    environment["MACOSX_DEPLOYMENT_TARGET"] = "14.0"
     result = subprocess.run(
-        [*command, str(ROOT / name)], capture_output=True, text=True, timeout=600
+        [*command.split(), *names],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    resolved = dict(re.findall(r"^([\w.-]+)==([\w.+]+)", result.stdout, re.M))
-    assert pins(name).items() <= resolved.items()
-    assert ("libtpu" in resolved) == (name != "requirements-gpu.txt")  # CI compiles
-    assert ("jax-cuda12-plugin" in resolved) == (name == "requirements-gpu.txt")
+    return {
+        package["name"]: package for package in tomllib.loads(result.stdout)["packages"]
+    }
+
+
+def test_first_command_downloads_little():
+    """What `ci/smoke.sh` installs, as PyPI reports it; the page says how much."""
+    python = f"3.{sys.version_info.minor}"
+    packages = resolve(["ci/requirements.txt"], python, LIBTPU_PLATFORM)
+    order = {tag: place for place, tag in enumerate(sys_tags())}
+    bytes_downloaded = 0
+    for package in packages.values():
+        # As pip chooses: the wheel whose tags stand first in the order of this Python.
+        sizes = {}
+        for wheel in package["wheels"]:
+            *_, tags = parse_wheel_filename(unquote(wheel["url"].rpartition("/")[2]))
+            sizes |= {order[tag]: wheel["size"] for tag in tags if tag in order}
+        bytes_downloaded += sizes[min(sizes)]
+    print(f"{len(packages)} packages, {bytes_downloaded / 2**20:.0f} MiB")
+    assert 300 < bytes_downloaded / 2**20 <= 450
+    assert not packages.keys() & {"torch", "libtpu", "boto3", "moto", "ruff", "sphinx"}
+
+
+CASES = [
+    (name, python, platform)
+    for name in [*FILES, TESTS]
+    for python in PYTHONS
+    for platform in PLATFORMS
+    # Google's TPU hosts are x86-64, and Macs have no NVIDIA GPUs.
+    if not (name == "requirements-tpu.txt" and platform != LIBTPU_PLATFORM)
+    if not (name == "requirements-gpu.txt" and platform == "aarch64-apple-darwin")
+]
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("name, python, platform", CASES)
+def test_file_resolves(name, python, platform):
+    """Each file, with wheels only, accelerator packages included."""
+    names = [name] if name != TESTS else ["ci/requirements.txt", TESTS]
+    resolved = resolve(names, python, platform)
+    arm = platform != LIBTPU_PLATFORM
+    expected = {
+        package: pin.split("==")[1]
+        for package, pin in image.read_pins(name, python, arm).items()
+    }
+    found = {package: entry["version"] for package, entry in resolved.items()}
+    assert expected.items() <= found.items()
+    compiles_for_tpus = name in ("requirements-tpu.txt", TESTS) and not arm
+    assert ("libtpu" in found) == compiles_for_tpus
+    assert ("jax-cuda12-plugin" in found) == (name == "requirements-gpu.txt")
