@@ -16,6 +16,7 @@ program itself.
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -27,8 +28,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which looks for a driver
 
-if importlib.util.find_spec("jax_cuda12_plugin") is None:
-    sys.exit("JAX's CUDA plugin brings the compiler: pip install 'jax[cuda12]==0.10.2'")
+if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+    version = importlib.metadata.version("jax")
+    sys.exit(
+        f"JAX's CUDA plugin brings the compiler: pip install 'jax[cuda12]=={version}'"
+    )
 
 import jax
 import program

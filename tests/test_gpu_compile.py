@@ -1,5 +1,6 @@
 """The real train step, compiled for GPUs that are not there."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,10 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks/gpu_compile.py"
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+has_plugin = any(importlib.util.find_spec(name) for name in PLUGINS)
 needs_plugin = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    not has_plugin,
     reason="JAX's CUDA plugin, which compiles for GPUs, is not installed: "
-    "pip install 'jax[cuda12]==0.10.2'",
+    f"pip install 'jax[cuda12]=={importlib.metadata.version('jax')}'",
 )
 
 
@@ -92,9 +95,7 @@ def test_xl_on_eight_gpus():
     assert not any(c["in_loop"] for c in report["collectives"])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="it is installed"
-)
+@pytest.mark.skipif(has_plugin, reason="it is installed")
 def test_without_the_plugin_it_says_what_to_install():
     result = run_script("configs/gpt2-124m.yaml")
     assert result.returncode == 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import image
 import pytest
 
 import trainkit
@@ -164,3 +165,81 @@ def test_clone_in_a_path_with_a_space_is_refused(tmp_path, script):
     )
     assert result.returncode == 1 and "Move this folder" in result.stderr
     assert not (clone / ".venv").exists()
+
+
+def check_versions(site: Path, **versions: str) -> str:
+    """What a Python that has these versions, by their metadata in `site`, says."""
+    for name, version in versions.items():
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", "import trainkit; trainkit.check_versions()"],
+        env={"PYTHONPATH": f"{ROOT}:{site}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == bool(result.stderr)
+    return result.stderr.rpartition("ImportError: ")[2]
+
+
+@pytest.mark.parametrize(
+    "jax, flax, ray, message",
+    [
+        ("0.10.2", "0.12.8", "2.60.0", ""),
+        ("0.11.1", "0.12.8", "2.60.0", ""),
+        ("0.11.2", "0.12.10", "2.60.0", ""),
+        ("0.12.0.1", "0.12.12", "2.61.0rc0", ""),
+        ("1.0.0.dev20270101", "1.0", "3.0.0.dev0", ""),
+        ("0.9.2", "0.12.8", "2.60.0", "jax is 0.9.2, and 0.10.2 or newer is needed."),
+        ("0.12.0", "0.9.0", "2.60.0", "flax is 0.9.0, and 0.12.8 or newer is needed."),
+        (
+            "0.12.0",
+            "0.12.12",
+            "2.57.1",
+            "ray is 2.57.1, and 2.60.0 or newer is needed.",
+        ),
+        (
+            "0.10.2",
+            "0.12.12",
+            "2.60.0",
+            "flax 0.12.12 needs jax 0.11.1 or newer, found 0.10.2.",
+        ),
+        (
+            "0.12.0",
+            "0.12.9",
+            "2.60.0",
+            "flax 0.12.9 needs jax 0.11.1 or older, found 0.12.0.",
+        ),
+    ],
+)
+def test_versions_that_do_not_work_are_refused_in_a_sentence(
+    tmp_path, jax, flax, ray, message
+):
+    said = check_versions(tmp_path, jax=jax, flax=flax, ray=ray)
+    assert message in said and bool(said) == bool(message)
+    assert not said or "-r` and requirements-gpu.txt" in said
+
+
+def test_missing_packages_are_named(tmp_path):
+    assert "jax is missing; ray is missing. Install" in check_versions(
+        tmp_path, flax="0.12.8"
+    )
+
+
+def test_old_python_is_refused(monkeypatch):
+    monkeypatch.setattr("platform.python_version", lambda: "3.10.12")
+    with pytest.raises(ImportError, match=r"Python is 3.10.12, and 3.11 or newer"):
+        trainkit.check_versions()
+
+
+def test_pins_are_within_what_is_accepted():
+    for name, version in trainkit.OLDEST.items():
+        pinned = {
+            tuple(
+                map(int, image.read_pins(python=python)[name].split("==")[1].split("."))
+            )
+            for python in ("3.11", "3.12")
+        }
+        assert min(pinned) == tuple(map(int, version.split(".")))

@@ -24,18 +24,15 @@ imports the notebook: what needs the model takes it as an argument.
 """
 
 import importlib.metadata
+import platform
 import re
 import sys
 
 OLDEST = {"jax": "0.10.2", "flax": "0.12.8", "ray": "2.60.0"}  # that the tests ran with
 
 
-def check_versions(installed: dict[str, str | None], python: str) -> None:
-    """Refuse versions that are known not to work; newer ones than those tested may run.
-
-    Args:
-        installed: the versions of the packages of OLDEST, None for one that is missing.
-        python: the version of Python.
+def check_versions() -> None:
+    """Refuse versions that are known not to work; newer ones than those tested may.
 
     Raises:
         ImportError: with what was found, what is needed, and the command that installs it.
@@ -44,41 +41,34 @@ def check_versions(installed: dict[str, str | None], python: str) -> None:
     def number(version: str) -> list[int]:
         return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
+    python = platform.python_version()
     if number(python) < [3, 11]:
         raise ImportError(
-            f"Python is {python}, and 3.11 or newer is needed. Make a virtual environment "
-            "with a newer one, and choose it as the notebook's kernel."
+            f"Python is {python}, and 3.11 or newer is needed. Make a "
+            "virtual environment with a newer one, and choose it as the notebook's kernel."
         )
-    wrong = []
+    found, wrong = {}, []
     for name, oldest in OLDEST.items():
-        found = installed[name]
-        if not found or number(found) < number(oldest):
-            state = f"is {found}, and" if found else "is missing;"
-            wrong += [f"{name} {state} {oldest} or newer is needed"]
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong += [f"{name} is missing"]
+            continue
+        if number(found[name]) < number(oldest):
+            wrong += [f"{name} is {found[name]}, and {oldest} or newer is needed"]
     if not wrong:
-        jax, flax = number(installed["jax"]), number(installed["flax"])
-        pair = (
-            f"flax {installed['flax']} doesn't go with jax {installed['jax']}: it needs"
-        )
+        jax, flax = number(found["jax"]), number(found["flax"])
+        needs = f"flax {found['flax']} needs jax 0.11.1"
         if flax >= [0, 12, 10] and jax < [0, 11, 1]:
-            wrong += [f"{pair} jax 0.11.1 or newer"]
+            wrong = [f"{needs} or newer, found {found['jax']}"]
         elif flax < [0, 12, 10] and jax >= [0, 11, 2]:
-            wrong += [f"{pair} jax 0.11.1 or older"]
+            wrong = [f"{needs} or older, found {found['jax']}"]
     if wrong:
         raise ImportError(
-            "; ".join(wrong)
-            + f". Found in {sys.prefix}. Run: pip install -r requirements-gpu.txt (NVIDIA "
-            "GPUs), requirements-tpu.txt (Google TPUs), or ci/requirements.txt (neither), "
-            "and restart the kernel."
+            f"In {sys.prefix}, {'; '.join(wrong)}. Install what was tested, with `pip install "
+            "-r` and requirements-gpu.txt (NVIDIA GPUs), requirements-tpu.txt (Google TPUs), "
+            "or ci/requirements.txt (neither), and restart the kernel."
         )
-
-
-def installed_version(name: str) -> str | None:
-    """The version of the package `name`, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if " " in sys.executable:
@@ -90,6 +80,3 @@ if sys.platform not in ("linux", "darwin"):
     raise ImportError(
         f"trainkit runs on Linux and macOS, found {sys.platform!r}. On Windows, use WSL 2."
     )
-check_versions(
-    {name: installed_version(name) for name in OLDEST}, sys.version.split()[0]
-)
