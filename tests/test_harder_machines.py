@@ -95,7 +95,7 @@ def test_peak_of_a_device(small, monkeypatch, kind, peak):
 
 
 def test_windows_is_refused_in_a_sentence():
-    script = "import sys; sys.platform = 'win32'; import trainkit"
+    script = "import importlib.metadata, sys; sys.platform = 'win32'; import trainkit"
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "runs on Linux and macOS, found 'win32'" in result.stderr

@@ -122,6 +122,26 @@ def test_slice_trains_saves_and_resumes(tutorial, tpu_cluster, write_bins, tmp_p
 
 
 @pytest.mark.extra
+def test_a_tpu_host_by_itself_runs_on_its_own_chips(
+    tutorial, tpu_cluster, write_bins, tmp_path
+):
+    """As on Colab and Kaggle: no slice, no topology, a v5e-8."""
+    tpu_cluster.add_node(num_cpus=1, resources={"TPU": 8})
+    tpu_cluster.wait_for_nodes()
+    with pytest.raises(RuntimeError, match="topology: null, .* devices_per_worker: 8"):
+        trainkit.workers.complete(small_model(tmp_path))  # of a 4x4 slice
+    alone = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
+    config = trainkit.workers.complete(small_model(tmp_path, max_steps=3, **alone))
+    assert config.num_workers == 1
+    write_bins(config, val_tokens=1_001)
+    trainkit.workers.check_resources(config)
+    result = tutorial.make_trainer(config).fit()
+    assert result.metrics["step"] == 3
+    metadata = ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
+    assert metadata.custom_metadata["devices_per_worker"] == 8
+
+
+@pytest.mark.extra
 def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     tutorial, tpu_cluster, write_bins, tmp_path, monkeypatch
 ):
@@ -165,6 +185,10 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
 @pytest.mark.parametrize(
     "changes, words",
     [
+        (
+            {"topology": None, "accelerator_type": None, "num_workers": 4},
+            ["num_workers (4)", "several TPU workers form a slice", "num_workers: 1"],
+        ),
         ({"topology": "2x2x4"}, ["TPU-V6E has no 2x2x4", "4x4", "16x16"]),
         ({"num_workers": 3}, ["4x4 slice takes 4 workers", "found 3"]),
         (

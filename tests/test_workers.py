@@ -13,6 +13,7 @@ import ray
 import ray.train
 from accidents import log_of, losses_of_one_process
 
+import trainkit.memory
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,3 +192,23 @@ def test_workers_that_do_not_see_one_another_are_refused(small, monkeypatch):
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
         trainkit.workers.join(dataclasses.asdict(small()))
+
+
+@pytest.mark.parametrize("capability", ["7.0", "7.5", "8.0", "8.9", "10.0", "12.1"])
+def test_gpus_that_lack_bfloat16_are_refused(capability):
+    """A T4, as on Colab and Kaggle, has 7.5."""
+    gpu = SimpleNamespace(device_kind="Tesla T4", compute_capability=capability)
+    check = trainkit.workers.check_generation
+    stories = trainkit.config.load_config(ROOT / "configs/stories.yaml")
+    advised = {"compute_dtype": "float32", "attention": "xla", "device_batch_size": 4}
+    if capability[0] != "7":
+        return check(stories, gpu)
+    with pytest.raises(
+        RuntimeError, match=f"found Tesla T4 with {capability}"
+    ) as error:
+        check(stories, gpu)
+    for key, value in advised.items():
+        assert f"{key}: {value}" in str(error.value)
+    other = dataclasses.replace(stories, **advised, num_workers=1)
+    check(other, gpu)
+    assert sum(trainkit.memory.count(other).values()) < 14 * 2**30

@@ -100,6 +100,11 @@ def check_topology(config) -> None:
             f"topology ({config.topology}) and accelerator_type "
             f"({config.accelerator_type}) need platform: tpu, not {config.platform}"
         )
+    if config.platform == "tpu" and not config.topology and config.worker_range[1] > 1:
+        raise ValueError(
+            f"num_workers ({config.num_workers}): several TPU workers form a slice, so set its "
+            "topology and accelerator_type; a TPU host by itself takes num_workers: 1"
+        )
     valid = TPU_TOPOLOGIES.get(config.accelerator_type)
     if config.topology and valid and config.topology not in valid:
         raise ValueError(

@@ -32,13 +32,21 @@ def complete(config: TrainingConfig) -> TrainingConfig:
     if config.num_workers:
         return config
     room = count_room(config) if config.platform != "cpu" else 1
+    if config.platform == "tpu" and not config.topology:
+        room = min(room, 1)  # a host by itself
     if room < config.workers_per_slice:
         needed = config.workers_per_slice * config.devices_per_worker
+        chips = max(int(node["Resources"].get("TPU", 0)) for node in ray.nodes())
+        alone = (
+            " For a TPU host by itself: topology: null, accelerator_type: null, and "
+            f"devices_per_worker: {chips}."
+        )
         raise RuntimeError(
             f"platform: {config.platform} needs {needed} {config.platform.upper()}s or more, "
             f"{config.devices_per_worker} on a node, but the cluster has room for {room} "
             "workers. Add machines or, if the cluster adds them by itself, set num_workers "
             "and autoscaling: true."
+            + (alone if config.platform == "tpu" and chips else "")
         )
     workers = checks.most_workers(config, room)
     if workers and workers < room:
@@ -177,6 +185,27 @@ def own_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(assigned))
 
 
+def check_generation(config: TrainingConfig, device: jax.Device) -> None:
+    """Refuse a GPU that can't compute in bfloat16: one older than NVIDIA's Ampere.
+
+    XLA would compute in float32 there, between conversions, and cuDNN's attention fails.
+
+    Raises:
+        RuntimeError: with the GPU's name, and what to change.
+    """
+    capability = getattr(
+        device, "compute_capability", ""
+    )  # such as "7.5"; AMD's differ
+    older = re.fullmatch(r"[1-7]\.\d", capability)
+    if older and config.compute_dtype == "bfloat16":
+        raise RuntimeError(
+            f"compute_dtype: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or newer, "
+            f"found {device.device_kind} with {capability}. Set compute_dtype: "
+            "float32 and attention: xla, and for 16 GB of memory device_batch_size: 4; or "
+            "choose another GPU."
+        )
+
+
 def check_gpus_are_not_shared() -> None:
     """Fail if two workers use the same GPU.
 
@@ -201,8 +230,8 @@ def join(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         also what a PartitionSpec refers to from now on.
 
     Raises:
-        RuntimeError: the workers don't form one JAX program, share a GPU, or don't see the
-            folder in which the run was started.
+        RuntimeError: the workers don't form one JAX program, share a GPU or have too old a
+            one, or don't see the folder in which the run was started.
     """
     workers = ray.train.get_context().get_world_size()
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
@@ -211,6 +240,7 @@ def join(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     if jax.process_count() != workers:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
+        check_generation(config, jax.local_devices()[0])
         check_gpus_are_not_shared()
     mesh = make_mesh(config)
     jax.set_mesh(mesh)
