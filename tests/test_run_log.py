@@ -3,6 +3,8 @@
 import gzip
 import json
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +16,8 @@ from tensorboardX.proto import event_pb2
 
 import trainkit.config
 import trainkit.run_log
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class State(NamedTuple):
@@ -99,3 +103,28 @@ def test_profile_of_chosen_steps(tutorial, small):
         2,
         4,
     )  # of 5 steps, the third and fourth; JAX shows a call twice
+
+
+OPEN_BAR = """
+import atexit
+from ray.experimental import tqdm_ray
+
+def say():  # after what is registered later
+    (group,) = tqdm_ray.instance().bar_groups.values()
+    (bar,) = group.bars_by_uuid.values()
+    print("closed" if bar.bar.disable else "open")
+
+atexit.register(say)
+import trainkit.run_log
+bar = tqdm_ray.tqdm(desc="of a worker that is killed", total=10)
+bar.update(3)
+"""
+
+
+def test_a_bar_that_is_open_at_the_end_does_no_harm():
+    """Python 3.13 would end with a segmentation fault."""
+    result = subprocess.run(
+        [sys.executable, "-c", OPEN_BAR], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "closed\n"

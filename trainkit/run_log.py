@@ -6,6 +6,7 @@ Ray's controller, which asks every 2 s by default. The bar is Ray's experimental
 since no other can be moved by a process on another machine.
 """
 
+import atexit
 import contextlib
 import json
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 from ray.experimental import tqdm_ray
+from tqdm import tqdm
 
 from trainkit import memory, records, storage, watch
 from trainkit.config import ModelConfig, TrainingConfig
@@ -187,3 +189,14 @@ def profile(config: TrainingConfig, step: int, outputs) -> None:
         else:
             with contextlib.suppress(RuntimeError):  # no trace: a restart came between
                 jax.profiler.stop_trace()
+
+
+@atexit.register
+def close_bars() -> None:
+    """Close what bars are still open, such as those of workers that were killed.
+
+    Python 3.13 and 3.14 crash when tqdm does so late in their shutdown, and a job that has
+    done its work would count as failed: https://github.com/tqdm/tqdm/issues/1687.
+    """
+    for bar in list(tqdm._instances):
+        bar.close()
