@@ -64,7 +64,8 @@ def test_your_xla_flags_stay(small, monkeypatch):
     cpu = trainkit.workers.environment(small(devices_per_worker=4))["XLA_FLAGS"]
     assert cpu == "--xla_dump_to=there --xla_force_host_platform_device_count=4"
     gpu = trainkit.workers.environment(small(platform="gpu"))["XLA_FLAGS"]
-    assert gpu == "--xla_gpu_enable_triton_gemm=false --xla_dump_to=there"  # last wins
+    ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
+    assert gpu == f"{ours} --xla_dump_to=there"  # last wins
     monkeypatch.delenv("XLA_FLAGS")
     tpu = trainkit.workers.environment(small(platform="tpu"))
     assert "XLA_FLAGS" not in tpu

@@ -174,7 +174,7 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_nam
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/jax-cache")
     flags = {
         "cpu": "--xla_force_host_platform_device_count=2",
-        "gpu": "--xla_gpu_enable_triton_gemm=false",
+        "gpu": "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0",
     }
     assert found.get("XLA_FLAGS") == flags.get(platform)
     assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")

@@ -141,7 +141,10 @@ def environment(config: TrainingConfig) -> dict[str, str]:
     if config.platform == "gpu":
         # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
         # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
-        flags = f"--xla_gpu_enable_triton_gemm=false {flags}"
+        # And no product is merged with its neighbor, to be cut apart by copies: attention
+        # takes k and v apart. XLA of JAX 0.12 would merge them.
+        ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
+        flags = f"{ours} {flags}"
     if flags:
         variables["XLA_FLAGS"] = flags.strip()
     if config.platform == "gpu":
