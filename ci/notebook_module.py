@@ -5,6 +5,7 @@ is registered for the same treatment.
 """
 
 import ast
+import linecache
 import sys
 import types
 from pathlib import Path
@@ -36,6 +37,9 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
     for index, cell in enumerate(code_cells(path), 1):
         tree = ast.parse(cell.source)
         tree.body = [node for node in tree.body if is_definition(node)]
-        exec(compile(tree, f"README.ipynb code cell {index}", "exec"), module.__dict__)
+        name = f"{path} code cell {index}"
+        lines = cell.source.splitlines(keepends=True)
+        linecache.cache[name] = len(cell.source), None, lines, name  # as Jupyter does
+        exec(compile(tree, name, "exec"), module.__dict__)
     ray.cloudpickle.register_pickle_by_value(module)
     return module

@@ -15,6 +15,8 @@ import render_readme
 from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
+import trainkit.source
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
 OWN = {"configs/books.yaml", "configs/mesh.yaml"}  # files that a reader makes
@@ -155,6 +157,14 @@ def test_expected_output_has_the_form_of_the_real_one(executed):
             lines = re.findall(r"^\S+ +\S+", lines[0])
         for line in lines:
             assert line == "..." or any(line in other for other in shown), line
+
+
+@pytest.mark.slow
+def test_run_keeps_the_code_of_its_cells(executed, smoke_folder):
+    """Classes as well, which `inspect` doesn't find in a notebook."""
+    (kept,) = smoke_folder.glob("storage/runs/smoke-*/code.py")
+    code = trainkit.source.parse(kept.read_text())
+    assert {"GPT2", "TrainState", "loss_fn", "SHARDING_RULES"} <= code.keys()
 
 
 @pytest.mark.slow

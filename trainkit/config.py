@@ -138,6 +138,7 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     stall_timeout_s: Annotated[float, Field(gt=0, le=1e9)] = (
         1_800.0  # a step that takes longer ends its worker
     )
+    accept_changed_code: bool = False  # True: go on with a run that other code began
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
     run_name: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] = "gpt2"
     data_dir: Text = "data"  # on storage that all nodes share, as the next one

@@ -114,6 +114,17 @@ def check_recipe(config: TrainingConfig) -> None:
         )
 
 
+def say_if_done(config: TrainingConfig) -> None:
+    """Print that the run has nothing left to do, if that is so."""
+    done = step_of(next(iter(saved(config)), "step_0"))
+    if done >= config.max_steps:
+        print(
+            f"{config.run_path} has done {done:,} steps, and max_steps is "
+            f"{config.max_steps:,}: nothing is trained. Set max_steps higher to go on, or "
+            "choose another run_name to start anew."
+        )
+
+
 def settings_of(config: TrainingConfig, name: str) -> dict:
     """The configuration in a checkpoint, as it was saved; empty if it can't be read."""
     try:

@@ -3,11 +3,12 @@
 import faulthandler
 import math
 import sys
+from collections.abc import Callable
 
 import ray
 from etils import epath
 
-from trainkit import records
+from trainkit import records, source
 from trainkit.config import TrainingConfig
 
 
@@ -20,18 +21,24 @@ def storage_probe(config: TrainingConfig) -> tuple[epath.Path, str]:
     )
 
 
-def check_before_start(config: TrainingConfig) -> None:
+def check_before_start(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
     """Refuse a run that can't be kept, that has diverged before, or that is another one.
 
     Ray's record of the run's checkpoints is set aside if Ray couldn't start with it.
 
+    Args:
+        code: the functions that decide the result.
+
     Raises:
         OSError, FloatingPointError: as `check_storage` and `refuse_diverged` say.
-        ValueError: as `records.check_recipe` says.
+        ValueError: as `records.check_recipe` and `source.check` say.
     """
     check_storage(config)
     refuse_diverged(config)
     records.check_recipe(config)
+    if code:
+        source.check(config, code)
+    records.say_if_done(config)
     records.check_record(config)
 
 

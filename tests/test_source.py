@@ -1,0 +1,123 @@
+"""The code of a run: what counts as a change, and what becomes of one."""
+
+import nbformat
+import pytest
+from notebook_module import NOTEBOOK, load_notebook
+
+import trainkit.records
+import trainkit.source
+
+ROOTS = ("initial_state", "train_step", "make_token_dataset")
+
+
+def roots(tutorial) -> tuple:
+    return tuple(getattr(tutorial, name) for name in ROOTS)
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Loads the notebook's definitions with some text replaced."""
+
+    def load(*changes: tuple[str, str]):
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        for old, new in changes:
+            (cell,) = [c for c in notebook.cells if old in c.source]
+            cell.source = cell.source.replace(old, new)
+        nbformat.write(notebook, tmp_path / "edited.ipynb")
+        return roots(load_notebook(tmp_path / "edited.ipynb"))
+
+    yield load
+    load_notebook()  # what other tests mean by the module `tutorial`
+
+
+@pytest.fixture
+def begun(small, tutorial):
+    """A configuration whose run has begun, with the notebook's own code."""
+    config = small()
+    config.run_path.mkdir(parents=True)
+    trainkit.source.check(config, roots(tutorial))
+    (config.run_path / "step_00000002").mkdir()
+    return config
+
+
+def test_code_is_all_that_decides_the_result(tutorial):
+    code = trainkit.source.collect(roots(tutorial))
+    assert {"GPT2", "Attention", "MLP", "loss_fn", "create_optimizer"} <= code.keys()
+    assert {"learning_rate_schedule", "TrainState", "SHARDING_RULES"} <= code.keys()
+    assert not code.keys() & {"train_loop_per_worker", "evaluate", "make_trainer"}
+    text = "\n\n\n".join(code.values())
+    assert trainkit.source.parse(text) == code and '"""' not in text
+
+
+LOSS = (
+    "return loss.cross_entropy(\n        table, features, targets, config.vocab_size, "
+    "config.loss_chunks\n    )"
+)
+CHANGES = {
+    "loss_fn": (LOSS, LOSS.replace("return ", "return 3 * ")),
+    "learning_rate_schedule": ("config.warmup_steps + 1", "config.warmup_steps + 2"),
+    "create_optimizer": ("(config.beta1, config.beta2)", "(config.beta1, 0.5)"),
+    "Block": ("return x + dropout(self.mlp", "return x + 2 * dropout(self.mlp"),
+    "SHARDING_RULES": ('("vocab", "tensor"),', '("vocab", None),'),
+    "make_token_dataset": ("config.seed * 2**32 + epoch", "config.seed * 2**32"),
+    "TrainState": (
+        "opt_state: optax.OptState\n",
+        "opt_state: optax.OptState\n    average: int = 0\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_code_is_refused(begun, edited, name):
+    """By name, with what differs, and two ways out."""
+    with pytest.raises(ValueError) as error:
+        trainkit.source.check(begun, edited(CHANGES[name]))
+    message = str(error.value)
+    assert f"What differs is {name}:" in message
+    assert "\n+" in message
+    assert "another run_name" in message and "accept_changed_code: true" in message
+
+
+def test_comments_and_formatting_are_no_change(begun, edited):
+    kept = (begun.run_path / "code.py").read_text()
+    changes = [
+        (
+            '    """Step -> learning rate, as in nanoGPT."""\n',
+            "    # Up, and down again\n",
+        ),
+        (LOSS, LOSS.replace("\n        ", " ").replace("\n    )", "  )")),
+        ("if evaluating or step %", "if step == 1 or evaluating or step %"),  # the loop
+    ]
+    trainkit.source.check(begun, edited(*changes))
+    assert (begun.run_path / "code.py").read_text() == kept
+
+
+def test_changed_code_is_accepted_if_the_configuration_says_so(begun, edited, small):
+    changed = edited(CHANGES["loss_fn"])
+    trainkit.source.check(small(accept_changed_code=True), changed)
+    trainkit.source.check(begun, changed)  # which is the run's code now
+
+
+def test_a_run_that_has_trained_nothing_may_change(begun, edited):
+    (begun.run_path / "step_00000002").rmdir()
+    trainkit.source.check(begun, edited(CHANGES["loss_fn"]))
+
+
+def test_a_run_of_an_older_version_goes_on(begun, edited):
+    (begun.run_path / "code.py").unlink()
+    trainkit.source.check(begun, edited(CHANGES["loss_fn"]))
+
+
+@pytest.mark.parametrize("max_steps, done", [(1, True), (2, True), (3, False)])
+def test_a_finished_run_says_so(begun, small, capsys, max_steps, done):
+    trainkit.records.say_if_done(small(max_steps=max_steps))
+    said = capsys.readouterr().out
+    assert ("has done 2 steps" in said and "max_steps higher" in said) == done
+
+
+def test_the_launch_compares(begun, tutorial):
+    """`make_trainer`, with which the page launches everything."""
+    code = trainkit.source.collect(roots(tutorial)) | {"loss_fn": "def loss_fn(): pass"}
+    (begun.run_path / "code.py").write_text("\n\n\n".join(code.values()))
+    with pytest.raises(ValueError, match="What differs is loss_fn"):
+        tutorial.make_trainer(begun)

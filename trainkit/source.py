@@ -1,0 +1,143 @@
+"""The code that decides a run's result: kept with the run, and compared when it goes on.
+
+The cells of the notebook define the model, the loss, the optimizer, the train step, and the
+windows. A run that went on with others would be neither the old run nor a new one, and no
+number would say so.
+"""
+
+import ast
+import copy
+import difflib
+import dis
+import functools
+import inspect
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+from trainkit import records
+from trainkit.config import TrainingConfig
+
+CONSTANTS = (bool, int, float, str, tuple)
+SHOWN = 12  # lines of a difference
+
+
+def check(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
+    """Refuse a run that has begun with other code; keep this code in the run's folder.
+
+    Args:
+        functions: those that decide the result. What they use counts, too, if it is
+            defined beside them; comments, formatting, and docstrings don't.
+
+    Raises:
+        ValueError: with the name of what differs, and how.
+    """
+    path, now = config.run_path / "code.py", collect(functions)
+    begun = path.exists() and records.folders(config)
+    before = parse(path.read_text()) if begun else now
+    names = [n for n in sorted({**before, **now}) if before.get(n) != now.get(n)]
+    if names and not config.accept_changed_code:
+        old, new = ("\n".join(x.get(n, "") for n in names) for x in (before, now))
+        changes = difflib.unified_diff(
+            old.split("\n"),
+            new.split("\n"),
+            "the run's",
+            "this notebook's",
+            n=1,
+            lineterm="",
+        )
+        lines = list(changes)
+        raise ValueError(
+            f"run_name: {config.run_path} holds a run of other code. What differs is "
+            f"{', '.join(names)}:\n"
+            + "\n".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
+            + "\nChoose another run_name to start a new run, undo the change, or set "
+            "accept_changed_code: true to go on with the new code."
+        )
+    path.write_text("\n\n\n".join(now.values()) + "\n")
+
+
+def collect(functions: tuple[Callable, ...]) -> dict[str, str]:
+    """The source of `functions` and of all that they use of their own module, by name."""
+    module = vars(sys.modules[unwrapped(functions[0]).__module__])
+    found, waiting = {}, list(map(unwrapped, functions))
+    while waiting:
+        value = waiting.pop()
+        if value.__name__ in found or not (node := definition(value, module)):
+            continue
+        found[value.__name__] = node
+        for name in global_names(value):
+            used = unwrapped(module.get(name))
+            if isinstance(used, type | types.FunctionType):
+                if used.__module__ == module["__name__"]:
+                    waiting.append(used)
+            elif name in module and isinstance(used, CONSTANTS):
+                found[name] = ast.parse(f"{name} = {used!r}").body[0]
+    return {name: normal(found[name]) for name in sorted(found)}
+
+
+def unwrapped(value):
+    """The function under `jax.jit` and `functools.partial`."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return inspect.unwrap(value) if callable(value) else value
+
+
+def global_names(value) -> Iterator[str]:
+    """The global names that a function, or a class by its bases and methods, refers to."""
+    if isinstance(value, type):
+        yield from (base.__name__ for base in value.__bases__)
+        for part in vars(value).values():
+            part = getattr(part, "__func__", getattr(part, "fget", part))
+            if isinstance(part, types.FunctionType):
+                yield from global_names(part)
+        return
+    code = getattr(value, "__code__", value)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from global_names(constant)
+
+
+def definition(value, module: dict) -> ast.stmt | None:
+    """The definition of a function or class in its cell or file, if that is known.
+
+    `inspect.getsource` doesn't find the classes of a notebook.
+    """
+    own = [value, *vars(value).values()] if isinstance(value, type) else [value]
+    every = own + [unwrapped(v) for v in module.values()]
+    files = [f.__code__.co_filename for f in every if isinstance(f, types.FunctionType)]
+    for file in dict.fromkeys(files):
+        for node in parsed("".join(linecache.getlines(file))):
+            if getattr(node, "name", None) == value.__name__:
+                return node
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def parsed(text: str) -> list[ast.stmt]:
+    """The statements of a cell or file; none if it is no plain Python, as with `%time`."""
+    try:
+        return ast.parse(text).body
+    except SyntaxError:
+        return []
+
+
+def normal(node: ast.stmt) -> str:
+    """A definition without comments and docstrings, as this Python formats it."""
+    node = copy.deepcopy(node)
+    for part in ast.walk(node):
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if isinstance(part, kinds) and ast.get_docstring(part) is not None:
+            part.body = part.body[1:] or [ast.Pass()]
+    return ast.unparse(node)
+
+
+def parse(text: str) -> dict[str, str]:
+    """What `check` wrote, by name, as this Python formats it."""
+    nodes = ast.parse(text).body
+    names = [n.targets[0].id if isinstance(n, ast.Assign) else n.name for n in nodes]
+    return {name: ast.unparse(node) for name, node in zip(names, nodes)}
