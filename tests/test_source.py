@@ -1,11 +1,13 @@
 """The code of a run: what counts as a change, and what becomes of one."""
 
 import nbformat
+import numpy as np
 import pytest
 from notebook_module import NOTEBOOK, load_notebook
 
 import trainkit.records
 import trainkit.source
+import trainkit.tokens
 
 ROOTS = ("initial_state", "train_step", "make_token_dataset")
 
@@ -121,3 +123,22 @@ def test_the_launch_compares(begun, tutorial):
     (begun.run_path / "code.py").write_text("\n\n\n".join(code.values()))
     with pytest.raises(ValueError, match="What differs is loss_fn"):
         tutorial.make_trainer(begun)
+
+
+def test_other_tokens_are_refused(small, write_bins):
+    """Of the same length as well."""
+    config = write_bins(small())
+    config.run_path.mkdir(parents=True)
+    trainkit.source.check_tokens(config)
+    path = trainkit.tokens.path_of(config, "train")
+    ids = np.fromfile(path, np.uint16)
+    ids[::-1].tofile(path)
+    trainkit.source.check_tokens(config)  # nothing is trained yet
+    (config.run_path / "step_00000002").mkdir()
+    ids.tofile(path)
+    with pytest.raises(ValueError, match="other tokens than .* another run_name"):
+        trainkit.source.check_tokens(config)
+    ids[::-1].tofile(path)
+    trainkit.source.check_tokens(config)
+    path.unlink()
+    trainkit.source.check_tokens(config)  # `tokens.check` says what is missing

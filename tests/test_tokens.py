@@ -1,11 +1,19 @@
 """Token files: what is refused, and the order of their windows."""
 
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import trainkit.tokens
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_half_of_the_files_stops_at_once(small, write_bins):
@@ -38,22 +46,91 @@ def test_other_tokens_are_left_alone(small):
             trainkit.tokens.existing(config, other)
 
 
+def partial_folders(config) -> list[Path]:
+    return list(Path(config.data_dir).parent.glob("*.partial*"))
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_folder_appears_whole_or_not_at_all(small, error):
     config = small()
-    folder, partial = Path(config.data_dir), Path(f"{config.data_dir}.partial")
+    folder = Path(config.data_dir)
     with pytest.raises(error):
         with trainkit.tokens.new_folder(config) as new:
             (new / "train.bin").touch()
-            assert new == partial and not folder.exists()
+            assert [new] == partial_folders(config) and not folder.exists()
             raise error
-    assert not partial.exists() and not folder.exists()
-    partial.mkdir()
-    (partial / "val.bin").touch()  # of a run that was killed
+    assert not partial_folders(config) and not folder.exists()
+    killed = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                            capture_output=True, text=True).stdout.strip()  # fmt: skip
+    left = new.with_name(new.name.replace(str(os.getpid()), killed))
+    left.mkdir()
+    (left / "val.bin").touch()
     with trainkit.tokens.new_folder(config) as new:
         (new / "train.bin").touch()
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
-    assert not partial.exists()
+    assert not partial_folders(config)
+
+
+PREPARE = """
+import json, pathlib, sys, time
+import trainkit.config, trainkit.tokens
+me, other, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+config = trainkit.config.TrainingConfig(**settings)
+with trainkit.tokens.new_folder(config) as folder:
+    (folder / "train.bin").write_bytes(me.encode())
+    (pathlib.Path(config.data_dir).parent / me).touch()
+    while not (pathlib.Path(config.data_dir).parent / other).exists():
+        time.sleep(0.02)
+    (folder / "val.bin").write_bytes(me.encode())
+    trainkit.tokens.write_manifest(folder, {"by": me}, 1, {})
+"""
+
+
+def test_two_processes_prepare_the_same_folder(small):
+    """At the same time: both succeed, and the files of one of them are there."""
+    config = small()
+    settings = json.dumps(dataclasses.asdict(config))
+    Path(config.data_dir).parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", PREPARE]
+    both = [
+        subprocess.Popen([*command, *names, settings], cwd=ROOT)
+        for names in (("a", "b"), ("b", "a"))
+    ]
+    assert [process.wait(60) for process in both] == [0, 0]
+    folder = Path(config.data_dir)
+    by = json.loads((folder / "manifest.json").read_text())["source"]["by"]
+    assert {(folder / f"{k}.bin").read_text() for k in ("train", "val")} == {by}
+    assert not partial_folders(config)
+
+
+def llm_c(ids) -> bytes:
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    return header.tobytes() + ids.tobytes()
+
+
+def numpys(ids) -> bytes:
+    np.save(file := io.BytesIO(), ids)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "encode, words",
+    [
+        (lambda ids: ids.astype(np.uint32).tobytes(), "four bytes for each token"),
+        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four bytes for each token"),
+        (llm_c, "llm.c: leave out its first 1,024 bytes"),
+        (numpys, "numpy.save: write the array with tofile"),
+    ],
+)
+def test_other_formats_are_told_apart(small, write_bins, encode, words):
+    config = write_bins(small(vocab_size=50_257))
+    trainkit.tokens.check(config)
+    ids = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
+    path = trainkit.tokens.path_of(config, "val")
+    path.write_bytes(encode(ids))
+    with pytest.raises(ValueError, match=f"{path}: expected .*uint16.*{words}"):
+        trainkit.tokens.check(config)
 
 
 @pytest.mark.parametrize(

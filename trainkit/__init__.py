@@ -11,7 +11,7 @@ layers       attention kernels, scanned blocks
 loss         logits and cross-entropy, in parts
 storage      storage that fails for a moment
 records      which checkpoints a run has, and whether it may go on
-source       the code that decides a run's result, kept and compared
+source       the code and the tokens that decide a result, kept and compared
 checkpoints  save, restore, refuse
 watch        shared storage, divergence, the watchdog
 workers      resources, environment, the right GPUs, joining

@@ -1,4 +1,4 @@
-"""The code that decides a run's result: kept with the run, and compared when it goes on.
+"""The code and the tokens that decide a result: noted with the run, compared later.
 
 The cells of the notebook define the model, the loss, the optimizer, the train step, and the
 windows. A run that went on with others would be neither the old run nor a new one, and no
@@ -11,12 +11,13 @@ import difflib
 import dis
 import functools
 import inspect
+import json
 import linecache
 import sys
 import types
 from collections.abc import Callable, Iterator
 
-from trainkit import records
+from trainkit import records, tokens
 from trainkit.config import TrainingConfig
 
 CONSTANTS = (bool, int, float, str, tuple)
@@ -56,6 +57,25 @@ def check(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
             "accept_changed_code: true to go on with the new code."
         )
     path.write_text("\n\n\n".join(now.values()) + "\n")
+
+
+def check_tokens(config: TrainingConfig) -> None:
+    """Refuse a run that has begun with other tokens; note these in the run's folder.
+
+    Raises:
+        ValueError: with what it began with, and what is there now.
+    """
+    if not all(tokens.path_of(config, split).exists() for split in ("train", "val")):
+        return  # such as one that streams its text
+    path, now = config.run_path / "tokens.json", tokens.digest(config)
+    begun = path.exists() and records.folders(config)
+    if begun and (before := json.loads(path.read_text())) != now:
+        raise ValueError(
+            f"data_dir: {config.data_dir} holds other tokens than {config.run_path} began "
+            f"with: {before} then, {now} now. Bring the old files back, or choose another "
+            "run_name to start a new run."
+        )
+    path.write_text(json.dumps(now))
 
 
 def collect(functions: tuple[Callable, ...]) -> dict[str, str]:

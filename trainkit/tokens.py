@@ -8,10 +8,13 @@ Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orba
 """
 
 import contextlib
+import glob
+import hashlib
 import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,8 @@ import tiktoken
 from tqdm import tqdm
 
 WINDOWS_AT_ONCE = 2**20  # Ray Data plans all tasks of a dataset before the first starts
+SAMPLE = 2**14  # bytes
+LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
 
 
@@ -96,17 +101,39 @@ def read_manifest(folder: Path) -> dict:
 def new_folder(config) -> Iterator[Path]:
     """A folder to write in, which becomes `config.data_dir` if all goes well.
 
-    An interrupted run leaves nothing behind that could pass for a finished one.
+    An interrupted run leaves nothing behind that could pass for a finished one. If another
+    process has made `data_dir` meanwhile, its files stay.
     """
-    folder, partial = Path(config.data_dir), Path(f"{config.data_dir}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    folder = Path(config.data_dir)
+    prefix = f"{folder.name}.partial-{socket.gethostname()}-"
+    for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        if not is_running(int(old.name.removeprefix(prefix))):
+            shutil.rmtree(old)
+    partial = folder.with_name(f"{prefix}{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not (folder / "manifest.json").exists():
+                raise
+            shutil.rmtree(partial)
+            print(f"Another process has made {folder} meanwhile; its files are used.")
     except BaseException:  # a full disk, say: leave it as it was
         shutil.rmtree(partial)
         raise
-    partial.rename(folder)
+
+
+def is_running(process: int) -> bool:
+    """Whether this machine has a process of that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
@@ -160,6 +187,44 @@ def open_tokens(config, split: str) -> np.ndarray:
     return np.memmap(path, dtype=np.uint16, mode="r")
 
 
+def check_format(path: Path) -> None:
+    """Refuse a file of tokens that isn't nanoGPT's, as far as its beginning shows.
+
+    Raises:
+        ValueError: with what it seems to be, and what to do.
+    """
+    start = np.fromfile(path, np.uint16, 2**16)
+    found = None
+    if bytes(start[:3])[:6] == b"\x93NUMPY":
+        found = "a file of numpy.save: write the array with tofile"
+    elif start[:2].view(np.uint32)[0] in LLM_C:
+        found = "a file of llm.c: leave out its first 1,024 bytes, the header"
+    elif start[1::2].max() < 16 <= start[::2].max():  # the upper halves
+        found = (
+            "four bytes for each token: convert it, as in np.fromfile(path, np.uint32)"
+        )
+        found += ".astype(np.uint16).tofile(path)"
+    if found:
+        raise ValueError(
+            f"{path}: expected the bare tokens, uint16, as nanoGPT writes them; this looks "
+            f"like {found}"
+        )
+
+
+def digest(config) -> dict[str, str]:
+    """What tells the token files from others: of their sizes, and of 256 samples each."""
+    found = {}
+    for split in ("train", "val"):
+        path = path_of(config, split)
+        size, hashed = path.stat().st_size, hashlib.blake2b(digest_size=8)
+        with path.open("rb") as file:
+            for place in np.linspace(0, max(size - SAMPLE, 0), 256, dtype=np.int64):
+                file.seek(place)
+                hashed.update(file.read(SAMPLE))
+        found[split] = f"{size // 2:,} tokens, {hashed.hexdigest()}"
+    return found
+
+
 def count_windows(config, split: str) -> int:
     """The number of windows in `train.bin` or `val.bin`."""
     return (len(open_tokens(config, split)) - 1) // config.block_size
@@ -181,6 +246,8 @@ def check(config) -> None:
         FileNotFoundError, ValueError: with what was found, and what to change.
     """
     for split in ("train", "val"):
+        open_tokens(config, split)
+        check_format(path_of(config, split))
         if (largest := largest_token(config, split)) >= config.vocab_size:
             raise ValueError(
                 f"{path_of(config, split)} holds token id {largest}, "

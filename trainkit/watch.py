@@ -31,13 +31,15 @@ def check_before_start(config: TrainingConfig, code: tuple[Callable, ...] = ()) 
 
     Raises:
         OSError, FloatingPointError: as `check_storage` and `refuse_diverged` say.
-        ValueError: as `records.check_recipe` and `source.check` say.
+        ValueError: as `records.check_recipe`, `source.check`, and
+            `source.check_tokens` say.
     """
     check_storage(config)
     refuse_diverged(config)
     records.check_recipe(config)
     if code:
         source.check(config, code)
+    source.check_tokens(config)
     records.say_if_done(config)
     records.check_record(config)
 
