@@ -64,3 +64,8 @@ def test_stops_at_end_of_text(tutorial, small):
 def test_bad_prompts(tutorial, small, prompts, new, words):
     with pytest.raises(ValueError, match=words):
         trainkit.generate.generate_tokens(tutorial.create_model(small()), prompts, new)
+
+
+def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
+    with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
+        trainkit.generate.generate(tutorial.create_model(small()), ["Hello"])

@@ -202,3 +202,23 @@ def test_hub_files_without_prefix_and_with_buffers(tutorial, small, peer):
     model = ours(tutorial, small, folder)
     expected = theirs.transformer.wpe.weight.detach().numpy()
     np.testing.assert_array_equal(model.wpe.embedding[...], expected)
+
+
+def test_another_vocabulary_gets_no_tokenizer(tutorial, small, tmp_path, capsys):
+    """GPT-2's would turn its tokens into nonsense."""
+    model = tutorial.create_model(small(vocab_size=521))
+    folder = trainkit.huggingface.export(model, tmp_path / "exported")
+    assert "model.safetensors" in {path.name for path in folder.iterdir()}
+    assert not [path for path in folder.iterdir() if "token" in path.name]
+    said = capsys.readouterr().out
+    assert "no tokenizer" in said and "vocab_size is 521" in said
+
+
+def test_a_checkpoint_of_gpus_answers_on_a_cpu(tutorial, small, tmp_path):
+    """With the attention that runs here, for which its configuration need not change."""
+    shape = {"n_embd": 32, "n_head": 2, "compute_dtype": "bfloat16"}
+    model = tutorial.create_model(small(platform="gpu", attention="cudnn", **shape))
+    loaded = tutorial.load_model(save(model, tmp_path / "step"))
+    tokens = np.arange(8)[None]
+    alike = tutorial.create_model(small(attention="xla", **shape))
+    np.testing.assert_array_equal(loaded(tokens), alike(tokens))

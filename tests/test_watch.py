@@ -1,10 +1,12 @@
 """What Ray can't see; the accidents themselves are in test_faults and test_nodes."""
 
+import dataclasses
 import math
 
 import pytest
 
 import trainkit.watch
+import trainkit.workers
 
 
 def test_storage_that_cannot_be_written(small, tmp_path):
@@ -35,3 +37,16 @@ def test_workers_find_the_probe_of_this_start(cluster, small):
     probe.write_text("of an earlier start")
     with pytest.raises(RuntimeError, match="another folder on this node"):
         trainkit.watch.check_storage_is_shared(config)
+
+
+def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch):
+    """The first communication, in which a bad network hangs, is there."""
+    watched = []
+    monkeypatch.setattr(trainkit.watch, "Watchdog", watched.append)
+
+    def join(settings):
+        raise TimeoutError(watched[0])
+
+    monkeypatch.setattr(trainkit.workers, "join", join)
+    with pytest.raises(TimeoutError, match="12.5"):
+        tutorial.train_loop_per_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))

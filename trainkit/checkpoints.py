@@ -279,6 +279,10 @@ def load_params(
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         known = {k: v for k, v in settings.items() if k in fields}  # of older versions
         config = TrainingConfig(**known)
+        if config.attention != "xla" and config.platform != jax.default_backend():
+            config = dataclasses.replace(
+                config, attention="xla"
+            )  # the one that runs here
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),

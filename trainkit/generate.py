@@ -21,11 +21,17 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     """Each prompt with its continuation; `options` go to `generate_tokens`.
 
     Raises:
-        ValueError: as `generate_tokens` says.
+        ValueError: as `generate_tokens` says, or the model has another vocabulary.
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
     tokenizer = tiktoken.get_encoding("gpt2")
+    if model.config.vocab_size != tokenizer.n_vocab:
+        raise ValueError(
+            f"vocab_size: the model has {model.config.vocab_size:,} tokens, and GPT-2's "
+            f"tokenizer {tokenizer.n_vocab:,}. Encode the prompts with the tokenizer that "
+            "made its tokens, call generate_tokens, and decode what that returns."
+        )
     tokens = generate_tokens(
         model, [tokenizer.encode_ordinary(p) for p in prompts], **options
     )

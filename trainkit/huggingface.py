@@ -12,11 +12,14 @@ from tiktoken.load import read_file_cached
 from trainkit import weights
 from trainkit.config import ModelConfig
 
+PUBLISHED = ModelConfig.vocab_size  # GPT-2's
+
 
 def export(model: nnx.Module, folder: str | Path) -> Path:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` reads.
 
-    It holds weights, configuration, and tokenizer, and is complete or absent.
+    It holds weights, configuration, and tokenizer, and is complete or absent. A model
+    with another vocabulary than GPT-2's gets no tokenizer, and a line says so.
 
     Raises:
         FileExistsError: the folder is not empty.
@@ -34,7 +37,13 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     transformers.GenerationConfig(bos_token_id=end, eos_token_id=end).save_pretrained(
         staging
     )
-    their_tokenizer().save_pretrained(staging)
+    if config.vocab_size == PUBLISHED:
+        their_tokenizer().save_pretrained(staging)
+    else:
+        print(
+            f"{folder} has no tokenizer: GPT-2's has {PUBLISHED:,} tokens, and vocab_size is "
+            f"{config.vocab_size:,}. Add the one that made the tokens."
+        )
     staging.chmod(0o755)
     return staging.replace(folder)
 
