@@ -54,8 +54,7 @@ def test_imports_point_upwards(name):
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_module_is_short_and_explained(name):
-    assert len((PACKAGE / f"{name}.py").read_text().splitlines()) <= 300
+def test_module_is_explained(name):
     tree = TREES[name]
     assert ast.get_docstring(tree)
     kinds = ast.FunctionDef | ast.ClassDef
