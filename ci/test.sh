@@ -11,6 +11,6 @@ ruff format --check .
 codespell
 SECONDS=0
 status=0
-pytest "$@" || status=$? # all of tests/, unless files are named
+python -X faulthandler -m pytest "$@" || status=$? # all of tests/, unless files are named
 echo "The tests took $((SECONDS / 60)) min $((SECONDS % 60)) s, installation not counted."
 exit "$status"
