@@ -245,8 +245,8 @@ ERRORS = [
     (ValueError("Error reading file: [OS error 5: EIO Input/output error]"), False),
     (MemoryError(), False),
     (ValueError("DATA_LOSS: checksum verification failed"), True),
-    (ValueError("NOT_FOUND: chunk {0, 0} is missing"), True),
-    (FileNotFoundError(errno.ENOENT, "No such file", "_METADATA"), True),
+    (ValueError("NOT_FOUND: chunk {0, 0} is missing"), False),
+    (FileNotFoundError(errno.ENOENT, "No such file", "_METADATA"), False),
     (json.JSONDecodeError("Expecting value", "", 0), True),
 ]
 
@@ -279,6 +279,56 @@ def test_patience(monkeypatch, capsys):
     with pytest.raises(KeyError):
         trainkit.storage.patiently(fail, 1, KeyError(), unless=(KeyError,))
     assert len(calls) == 1
+
+
+def test_patience_for_what_cannot_be_seen(monkeypatch):
+    """A minute, as file systems take; and what has come then is good."""
+    pauses = []
+    monkeypatch.setattr(trainkit.storage.time, "sleep", pauses.append)
+
+    def see():
+        if sum(pauses) < 60:
+            raise ValueError("NOT_FOUND: chunk")
+        return "seen"
+
+    assert trainkit.storage.patiently(see) == "seen" and pauses[:3] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_checkpoint_that_cannot_be_seen_is_not_condemned(
+    checkpointer, monkeypatch, late
+):
+    """It is there after 40 s, or, with a sentence, may be deleted by hand."""
+    config, state = checkpointer.config, {"kernel": np.ones((64, 64), np.float32)}
+    checkpointer.save(state, 10)
+    checkpointer.wait()
+    folder, pauses = config.run_path / FIRST, []
+    hidden = Path(f"{folder}-hidden")
+    Path(folder, "d").rename(hidden)
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if late and sum(pauses) > 40:
+            hidden.rename(Path(folder, "d"))
+
+    monkeypatch.setattr(trainkit.storage.time, "sleep", sleep)
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(trainkit.records, "report_unrecorded", lambda *_: None)
+    target = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, state))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), target
+    )
+    if late:
+        restored = checkpointer.restore(None, target)
+        np.testing.assert_array_equal(restored["kernel"], state["kernel"])
+    else:
+        with pytest.raises(
+            FileNotFoundError, match=f"{FIRST} lacks files.*delete that"
+        ):
+            checkpointer.restore(None, target)
+    assert sum(pauses) > 40 and not list(Path(config.run_path).glob("*.refused"))
 
 
 def loop_in_which_reading_fails(tutorial, times: int):

@@ -50,3 +50,20 @@ def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch)
     monkeypatch.setattr(trainkit.workers, "join", join)
     with pytest.raises(TimeoutError, match="12.5"):
         tutorial.train_loop_per_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("max_skipped_steps", [0, 3])
+def test_a_validation_loss_that_is_no_number_stops_the_run(
+    small, value, max_skipped_steps
+):
+    """Or its checkpoint would be saved, and be the best: NaN sorts before any number."""
+    config = small(max_skipped_steps=max_skipped_steps)
+    config.run_path.mkdir(parents=True)
+    good = {"loss": 1.0, "grad_norm": 1.0}
+    assert not trainkit.watch.diverged(config, {4: good | {"val_loss": 1.0}, 5: good})
+    skipped = {"skipped_in_a_row": 1} if max_skipped_steps else {}
+    bad = good | skipped | {"val_loss": value}
+    assert trainkit.watch.diverged(config, {6: good, 7: bad})
+    note = (config.run_path / "diverged.txt").read_text()
+    assert "step 7" in note and "val_loss" in note

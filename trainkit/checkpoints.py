@@ -120,6 +120,7 @@ class Checkpointer:
             RuntimeError: the newest checkpoint is damaged. It is not tried again: the
                 next start takes the one before it.
             ValueError: it is of another model.
+            FileNotFoundError: a part of it can't be seen.
             Exception: it can't be read now, and may be good.
         """
         config = self.config
@@ -134,6 +135,12 @@ class Checkpointer:
             unless = (jax.errors.JaxRuntimeError, WrongModel)  # or another worker died
             state = storage.patiently(self.load, names[0], target, unless=unless)
         except Exception as error:
+            if not isinstance(error, unless) and storage.is_missing(error):
+                raise FileNotFoundError(
+                    f"{config.run_path / names[0]} lacks files that belong to it, or they "
+                    "can't be seen yet, and nothing is refused. If they don't come back, "
+                    "delete that folder: the run then goes on from the checkpoint before."
+                ) from error
             if isinstance(error, unless) or not storage.is_damage(error):
                 raise
             raise RuntimeError(records.refuse(config, names[0], error)) from error

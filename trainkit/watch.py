@@ -87,11 +87,13 @@ def diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
         recent: the metrics of the steps since the last call.
     """
     for step, metrics in recent.items():
-        values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        names = ("loss", "grad_norm", "val_loss")
+        values = {name: float(metrics[name]) for name in names if name in metrics}
         in_a_row = int(metrics.get("skipped_in_a_row", 0))
         if all(map(math.isfinite, values.values())):
             continue
-        if 0 < in_a_row <= config.max_skipped_steps:
+        skipped = 0 < in_a_row <= config.max_skipped_steps
+        if skipped and math.isfinite(values.get("val_loss", 0)):
             print(f"step {step}: skipped, {values}")
             continue
         last = next(iter(records.saved(config)), "none yet")
