@@ -28,8 +28,10 @@ python3 -c "import urllib.request as u; u.urlopen('$mirror/dists/$suite/Release'
 if [ ! -e "$root/ready" ]; then
   rm -rf "$root"
   mkdir -p "$root"
+  script="/usr/share/debootstrap/scripts/$suite"
+  [ -e "$script" ] || script="${script%/*}/sid" # for a suite that is newer than debootstrap
   debootstrap --variant=minbase --include=ca-certificates,git,python3,python3-venv \
-    "$suite" "$root" "$mirror" >"$root.log" || refuse "debootstrap failed: see $root.log"
+    "$suite" "$root" "$mirror" "$script" >"$root.log" || refuse "failed: see $root.log"
   # What this machine trusts, such as a proxy's certificate
   cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
   touch "$root/ready"

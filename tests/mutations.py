@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     Mutation(
         "test_source.py::test_changed_code_is_refused",
-        "trainkit/source.py",
+        "trainkit/records.py",
         "if names and not config.accept_changed_code:",
         "if names and not names:",
     ),
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "test_source.py::test_other_tokens_are_refused",
-        "trainkit/source.py",
+        "trainkit/records.py",
         "(before := json.loads(path.read_text())) != now:",
         "len(before := json.loads(path.read_text())) != len(now):",
     ),

@@ -28,7 +28,7 @@ def test_files_in_the_order_of_their_names(small, tmp_path, suffix):
     config = small(dataset=f"{tmp_path}/*.{suffix}")
     documents = trainkit.corpus.load(config)["train"]
     assert list(documents["text"]) == TEXTS
-    source = trainkit.corpus.describe(config)
+    source = trainkit.corpus.describe(config, trainkit.corpus.split)
     sizes = [path.stat().st_size for path in tmp_path.glob(f"*.{suffix}")]
     assert (source["files"], source["bytes"]) == (len(sizes), sum(sizes))
 
@@ -36,7 +36,7 @@ def test_files_in_the_order_of_their_names(small, tmp_path, suffix):
 def test_builtin_text_needs_no_files(small):
     documents = trainkit.corpus.load(small())["train"]
     assert len(documents) > 50 and all(documents["text"])
-    assert "files" not in trainkit.corpus.describe(small())
+    assert "files" not in trainkit.corpus.describe(small(), trainkit.corpus.split)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
     parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
     assert list(parts["train"]["text"]) == sum(STORIES, [])
     assert list(parts["val"]["text"]) == ["last", "words"]
-    assert trainkit.corpus.describe(config)["files"] == 5
+    assert trainkit.corpus.describe(config, trainkit.corpus.split)["files"] == 5
 
 
 def test_folder_of_text_files_is_not_taken_for_one_of_the_hub(small, tmp_path):
@@ -108,7 +108,9 @@ def test_first_documents_need_no_more_than_their_files(small, tmp_path):
         splits = trainkit.corpus.load(config)
         assert list(splits["train"]["text"]) == sum(STORIES, [])[:70]
         assert list(splits["validation"]["text"]) == ["last", "words"]
-    assert trainkit.corpus.describe(config)["max_documents"] == 70
+    assert (
+        trainkit.corpus.describe(config, trainkit.corpus.split)["max_documents"] == 70
+    )
     with pytest.raises(ConnectionError, match="dataset: cannot load"):
         trainkit.corpus.load(small(dataset=folder))  # all of them
 

@@ -1,12 +1,18 @@
 """The code of a run: what counts as a change, and what becomes of one."""
 
+import os
+import sys
+from pathlib import Path
+
 import nbformat
 import numpy as np
 import pytest
 from notebook_module import NOTEBOOK, load_notebook
 
+import trainkit.corpus
 import trainkit.records
 import trainkit.source
+import trainkit.storage
 import trainkit.tokens
 
 ROOTS = ("initial_state", "train_step", "make_token_dataset")
@@ -37,7 +43,7 @@ def begun(small, tutorial):
     """A configuration whose run has begun, with the notebook's own code."""
     config = small()
     config.run_path.mkdir(parents=True)
-    trainkit.source.check(config, roots(tutorial))
+    trainkit.records.check_code(config, roots(tutorial))
     (config.run_path / "step_00000002").mkdir()
     return config
 
@@ -73,7 +79,7 @@ CHANGES = {
 def test_changed_code_is_refused(begun, edited, name):
     """By name, with what differs, and two ways out."""
     with pytest.raises(ValueError) as error:
-        trainkit.source.check(begun, edited(CHANGES[name]))
+        trainkit.records.check_code(begun, edited(CHANGES[name]))
     message = str(error.value)
     assert f"What differs is {name}:" in message
     assert "\n+" in message
@@ -90,24 +96,24 @@ def test_comments_and_formatting_are_no_change(begun, edited):
         (LOSS, LOSS.replace("\n        ", " ").replace("\n    )", "  )")),
         ("if evaluating or step %", "if step == 1 or evaluating or step %"),  # the loop
     ]
-    trainkit.source.check(begun, edited(*changes))
+    trainkit.records.check_code(begun, edited(*changes))
     assert (begun.run_path / "code.py").read_text() == kept
 
 
 def test_changed_code_is_accepted_if_the_configuration_says_so(begun, edited, small):
     changed = edited(CHANGES["loss_fn"])
-    trainkit.source.check(small(accept_changed_code=True), changed)
-    trainkit.source.check(begun, changed)  # which is the run's code now
+    trainkit.records.check_code(small(accept_changed_code=True), changed)
+    trainkit.records.check_code(begun, changed)  # which is the run's code now
 
 
 def test_a_run_that_has_trained_nothing_may_change(begun, edited):
     (begun.run_path / "step_00000002").rmdir()
-    trainkit.source.check(begun, edited(CHANGES["loss_fn"]))
+    trainkit.records.check_code(begun, edited(CHANGES["loss_fn"]))
 
 
 def test_a_run_of_an_older_version_goes_on(begun, edited):
     (begun.run_path / "code.py").unlink()
-    trainkit.source.check(begun, edited(CHANGES["loss_fn"]))
+    trainkit.records.check_code(begun, edited(CHANGES["loss_fn"]))
 
 
 @pytest.mark.parametrize("max_steps, done", [(1, True), (2, True), (3, False)])
@@ -129,16 +135,73 @@ def test_other_tokens_are_refused(small, write_bins):
     """Of the same length as well."""
     config = write_bins(small())
     config.run_path.mkdir(parents=True)
-    trainkit.source.check_tokens(config)
+    trainkit.records.check_tokens(config)
     path = trainkit.tokens.path_of(config, "train")
     ids = np.fromfile(path, np.uint16)
     ids[::-1].tofile(path)
-    trainkit.source.check_tokens(config)  # nothing is trained yet
+    trainkit.records.check_tokens(config)  # nothing is trained yet
     (config.run_path / "step_00000002").mkdir()
     ids.tofile(path)
     with pytest.raises(ValueError, match="other tokens than .* another run_name"):
-        trainkit.source.check_tokens(config)
+        trainkit.records.check_tokens(config)
     ids[::-1].tofile(path)
-    trainkit.source.check_tokens(config)
+    trainkit.records.check_tokens(config)
     path.unlink()
-    trainkit.source.check_tokens(config)  # `tokens.check` says what is missing
+    trainkit.records.check_tokens(config)  # `tokens.check` says what is missing
+
+
+def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
+    """Its vocabulary may be as large, and the files as long."""
+    config, path = small(), Path(small().data_dir)
+    path.mkdir(parents=True)
+    found = trainkit.corpus.describe(config, tutorial.tokenize)
+    trainkit.tokens.write_manifest(path, found, 1, {})
+    assert trainkit.tokens.existing(config, found)
+    edited(
+        (
+            "tokenizer.encode_ordinary(text), tokenizer.eot",
+            "text.encode(), tokenizer.eot",
+        )
+    )
+    now = trainkit.corpus.describe(config, sys.modules["tutorial"].tokenize)
+    with pytest.raises(FileExistsError, match="of another source: code was"):
+        trainkit.tokens.existing(config, now)
+    found["code"] = found["code"].replace("Python 3", "Python 4")
+    trainkit.tokens.write_manifest(path, found, 1, {})
+    assert trainkit.tokens.existing(config, now)  # can't be compared
+
+
+def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
+    """In place, with the same length; a copy is the same text."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be")
+    config = small(dataset=str(tmp_path / "*.txt"))
+
+    def describe():
+        return trainkit.corpus.describe(config, trainkit.corpus.split)
+
+    path, found = Path(config.data_dir), describe()
+    path.mkdir(parents=True)
+    trainkit.tokens.write_manifest(path, found, 1, {})
+    os.utime(text, (0, 0))
+    assert trainkit.tokens.existing(config, describe())
+    text.write_text("to be or not to do")
+    with pytest.raises(FileExistsError, match="of another source: digest was"):
+        trainkit.tokens.existing(config, describe())
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])
+def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
+    path = tmp_path / "file"
+
+    def digest(place=None, size=size):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place)
+                file.write(b"x")
+        return trainkit.storage.digest(path)
+
+    places = {0, size - 1} if size else set()
+    digests = [digest(), digest(size=size + 1), *map(digest, sorted(places))]
+    assert len(set(digests)) == len(digests) and digest() == digests[0]

@@ -1,5 +1,7 @@
 """The tools that the notebook README.ipynb calls; each module does what its name says.
 
+source       the source of functions that decide a result
+storage      storage that fails for a moment; what tells files apart
 checks       which configurations are refused, and why
 pretrained   where published weights lie, and which shape they have
 config       what decides a run: TrainingConfig, load_config
@@ -9,9 +11,7 @@ devices      the mesh of all devices, and batches on it
 memory       what a step needs of it, and what to do when it runs out
 layers       attention kernels, scanned blocks
 loss         logits and cross-entropy, in parts
-storage      storage that fails for a moment
 records      which checkpoints a run has, and whether it may go on
-source       the code and the tokens that decide a result, kept and compared
 checkpoints  save, restore, refuse
 watch        shared storage, divergence, the watchdog
 workers      resources, environment, the right GPUs, joining

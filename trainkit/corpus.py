@@ -5,12 +5,15 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
 import pyarrow.parquet
+
+from trainkit import source, storage
 
 FILE_FORMATS = {
     ".txt": ("text", {"sample_by": "document"}),  # one document a file
@@ -196,19 +199,22 @@ def count_blocks(documents: datasets.Dataset) -> int:
     return max(1, min(math.ceil(size / 2**23), len(documents)))
 
 
-def describe(config) -> dict:
-    """What the tokens of `config` are made from, to recognize them by."""
-    source = {
+def describe(config, tokenize: Callable) -> dict:
+    """What the tokens of `config` are made from, and by which code, to know them by."""
+    found = {
         "dataset": config.dataset,
         "tokenizer": "gpt2",
         "val_fraction": config.val_fraction,
         "split_seed": SPLIT_SEED,
+        "code": source.summary(tokenize),
     }
     if config.max_documents:
-        source["max_documents"] = config.max_documents
+        found["max_documents"] = config.max_documents
     files = find_files(config) or glob.glob(
         f"{config.dataset}/**/*.parquet", recursive=True
     )
     if files:  # your own, which may change
-        source |= {"files": len(files), "bytes": sum(map(os.path.getsize, files))}
-    return source
+        contents = zlib.crc32("".join(map(storage.digest, sorted(files))).encode())
+        sizes = sum(map(os.path.getsize, files))
+        found |= {"files": len(files), "bytes": sizes, "digest": contents}
+    return found

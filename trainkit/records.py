@@ -9,17 +9,21 @@ record of its own, which a full disk can empty; one that Ray can't read is set a
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Callable
 
 import ray.train
 from etils import epath
 
+from trainkit import source, tokens
 from trainkit.config import RecipeConfig, TrainingConfig
 
 RECORD = "checkpoint_manager_snapshot.json"  # Ray's
+SHOWN = 12  # lines of a difference
 
 
 def saved(config: TrainingConfig, recorded: str = "") -> list[str]:
@@ -112,6 +116,60 @@ def check_recipe(config: TrainingConfig) -> None:
             f"{'; '.join(differing)}. Restore these values to go on with that run, or "
             "choose another run_name to start a new one."
         )
+
+
+def check_code(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
+    """Refuse a run that has begun with other code; keep this code in the run's folder.
+
+    Args:
+        functions: those that decide the result. What they use counts, too, if it is
+            defined beside them; comments, formatting, and docstrings don't.
+
+    Raises:
+        ValueError: with the name of what differs, and how.
+    """
+    path, now = config.run_path / "code.py", source.collect(functions)
+    begun = path.exists() and folders(config)
+    before = source.parse(path.read_text()) if begun else now
+    names = [n for n in sorted({**before, **now}) if before.get(n) != now.get(n)]
+    if names and not config.accept_changed_code:
+        old, new = ("\n".join(x.get(n, "") for n in names) for x in (before, now))
+        changes = difflib.unified_diff(
+            old.split("\n"),
+            new.split("\n"),
+            "the run's",
+            "this notebook's",
+            n=1,
+            lineterm="",
+        )
+        lines = list(changes)
+        raise ValueError(
+            f"run_name: {config.run_path} holds a run of other code. What differs is "
+            f"{', '.join(names)}:\n"
+            + "\n".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
+            + "\nChoose another run_name to start a new run, undo the change, or set "
+            "accept_changed_code: true to go on with the new code."
+        )
+    path.write_text("\n\n\n".join(now.values()) + "\n")
+
+
+def check_tokens(config: TrainingConfig) -> None:
+    """Refuse a run that has begun with other tokens; note these in the run's folder.
+
+    Raises:
+        ValueError: with what it began with, and what is there now.
+    """
+    if not all(tokens.path_of(config, split).exists() for split in ("train", "val")):
+        return  # such as one that streams its text
+    path, now = config.run_path / "tokens.json", tokens.digest(config)
+    begun = path.exists() and folders(config)
+    if begun and (before := json.loads(path.read_text())) != now:
+        raise ValueError(
+            f"data_dir: {config.data_dir} holds other tokens than {config.run_path} began "
+            f"with: {before} then, {now} now. Bring the old files back, or choose another "
+            "run_name to start a new run."
+        )
+    path.write_text(json.dumps(now))
 
 
 def say_if_done(config: TrainingConfig) -> None:

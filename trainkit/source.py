@@ -1,4 +1,4 @@
-"""The code and the tokens that decide a result: noted with the run, compared later.
+"""The source of functions that decide a result, so that a change of it can be noticed.
 
 The cells of the notebook define the model, the loss, the optimizer, the train step, and the
 windows. A run that went on with others would be neither the old run nor a new one, and no
@@ -7,75 +7,16 @@ number would say so.
 
 import ast
 import copy
-import difflib
 import dis
 import functools
 import inspect
-import json
 import linecache
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator
 
-from trainkit import records, tokens
-from trainkit.config import TrainingConfig
-
 CONSTANTS = (bool, int, float, str, tuple)
-SHOWN = 12  # lines of a difference
-
-
-def check(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
-    """Refuse a run that has begun with other code; keep this code in the run's folder.
-
-    Args:
-        functions: those that decide the result. What they use counts, too, if it is
-            defined beside them; comments, formatting, and docstrings don't.
-
-    Raises:
-        ValueError: with the name of what differs, and how.
-    """
-    path, now = config.run_path / "code.py", collect(functions)
-    begun = path.exists() and records.folders(config)
-    before = parse(path.read_text()) if begun else now
-    names = [n for n in sorted({**before, **now}) if before.get(n) != now.get(n)]
-    if names and not config.accept_changed_code:
-        old, new = ("\n".join(x.get(n, "") for n in names) for x in (before, now))
-        changes = difflib.unified_diff(
-            old.split("\n"),
-            new.split("\n"),
-            "the run's",
-            "this notebook's",
-            n=1,
-            lineterm="",
-        )
-        lines = list(changes)
-        raise ValueError(
-            f"run_name: {config.run_path} holds a run of other code. What differs is "
-            f"{', '.join(names)}:\n"
-            + "\n".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
-            + "\nChoose another run_name to start a new run, undo the change, or set "
-            "accept_changed_code: true to go on with the new code."
-        )
-    path.write_text("\n\n\n".join(now.values()) + "\n")
-
-
-def check_tokens(config: TrainingConfig) -> None:
-    """Refuse a run that has begun with other tokens; note these in the run's folder.
-
-    Raises:
-        ValueError: with what it began with, and what is there now.
-    """
-    if not all(tokens.path_of(config, split).exists() for split in ("train", "val")):
-        return  # such as one that streams its text
-    path, now = config.run_path / "tokens.json", tokens.digest(config)
-    begun = path.exists() and records.folders(config)
-    if begun and (before := json.loads(path.read_text())) != now:
-        raise ValueError(
-            f"data_dir: {config.data_dir} holds other tokens than {config.run_path} began "
-            f"with: {before} then, {now} now. Bring the old files back, or choose another "
-            "run_name to start a new run."
-        )
-    path.write_text(json.dumps(now))
 
 
 def collect(functions: tuple[Callable, ...]) -> dict[str, str]:
@@ -95,6 +36,13 @@ def collect(functions: tuple[Callable, ...]) -> dict[str, str]:
             elif name in module and isinstance(used, CONSTANTS):
                 found[name] = ast.parse(f"{name} = {used!r}").body[0]
     return {name: normal(found[name]) for name in sorted(found)}
+
+
+def summary(function: Callable) -> str:
+    """A short text that differs where the code of `function` does, for one Python."""
+    text = "".join(collect((function,)).values())
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{zlib.crc32(text.encode())} on Python {version}"
 
 
 def unwrapped(value):
@@ -157,7 +105,7 @@ def normal(node: ast.stmt) -> str:
 
 
 def parse(text: str) -> dict[str, str]:
-    """What `check` wrote, by name, as this Python formats it."""
+    """The definitions in a text that `collect` gave, by name, as this Python formats it."""
     nodes = ast.parse(text).body
     names = [n.targets[0].id if isinstance(n, ast.Assign) else n.name for n in nodes]
     return {name: ast.unparse(node) for name, node in zip(names, nodes)}

@@ -1,13 +1,18 @@
-"""Storage that fails for a moment: try again, and tell a passing fault from damage."""
+"""Files: try again what fails for a moment, tell that from damage, and tell them apart."""
 
+import hashlib
 import itertools
+import math
+import os
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fsspec
 
+SAMPLE = 2**16  # bytes
 PAUSES = (1, 2, 4)  # seconds before the second, third, and fourth attempt
 UNSEEN_PAUSES = (*PAUSES, 8, 16, 32)  # for files that may come late, as on NFS
 PASSING = re.compile(  # in the words of TensorStore, and of the operating system
@@ -79,3 +84,18 @@ def is_damage(error: BaseException) -> bool:
             return False
     kinds = (ValueError, LookupError, TypeError, EOFError)
     return any(isinstance(cause, kinds) for cause in causes(error))
+
+
+def digest(path: str | Path) -> str:
+    """What tells a file from others: a hash of its size, and of its contents.
+
+    Of more than 64 MiB, a thousand samples of 64 KiB count.
+    """
+    size, hashed = os.path.getsize(path), hashlib.blake2b(digest_size=8)
+    hashed.update(str(size).encode())
+    samples = min(math.ceil(size / SAMPLE), 1_024)
+    with open(path, "rb") as file:
+        for i in range(samples):
+            file.seek(i * max(size - SAMPLE, 0) // max(samples - 1, 1))
+            hashed.update(file.read(SAMPLE))
+    return hashed.hexdigest()

@@ -9,7 +9,6 @@ Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orba
 
 import contextlib
 import glob
-import hashlib
 import json
 import math
 import os
@@ -23,8 +22,9 @@ import ray.data
 import tiktoken
 from tqdm import tqdm
 
+from trainkit import storage
+
 WINDOWS_AT_ONCE = 2**20  # Ray Data plans all tasks of a dataset before the first starts
-SAMPLE = 2**14  # bytes
 LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
 
@@ -53,12 +53,23 @@ def existing(config, source: dict) -> dict | None:
     folder = Path(config.data_dir)
     if (folder / "manifest.json").exists():
         manifest = read_manifest(folder)
-        # If the text files are gone, their tokens are still good.
+        # If the text files are gone, their tokens are still good; and older manifests say
+        # less.
         found = {"max_documents": None} | manifest["source"]
-        if found | {"max_documents": None} | source != found:
+        now = {"max_documents": None} | source
+        added = {"digest", "code"} - found.keys()
+        of, by = (x.get("code", "").partition(" ")[2] for x in (found, now))
+        if of != by:  # another Python, which writes the same code in another way
+            added.add("code")
+        differing = [
+            f"{key} was {found.get(key)!r}, and is {value!r}"
+            for key, value in now.items()
+            if key not in added and value != found.get(key)
+        ]
+        if differing:
             raise FileExistsError(
-                f"data_dir: {folder} holds tokens made from {manifest['source']}, not "
-                f"from {source}. Choose another data_dir, or delete that folder."
+                f"data_dir: {folder} holds tokens of another source: "
+                f"{'; '.join(differing)}. Choose another data_dir, or delete that folder."
             )
         return manifest
     if all(path_of(config, split).exists() for split in ("train", "val")):
@@ -212,17 +223,12 @@ def check_format(path: Path) -> None:
 
 
 def digest(config) -> dict[str, str]:
-    """What tells the token files from others: of their sizes, and of 256 samples each."""
-    found = {}
-    for split in ("train", "val"):
-        path = path_of(config, split)
-        size, hashed = path.stat().st_size, hashlib.blake2b(digest_size=8)
-        with path.open("rb") as file:
-            for place in np.linspace(0, max(size - SAMPLE, 0), 256, dtype=np.int64):
-                file.seek(place)
-                hashed.update(file.read(SAMPLE))
-        found[split] = f"{size // 2:,} tokens, {hashed.hexdigest()}"
-    return found
+    """What tells the token files from others."""
+    paths = {split: path_of(config, split) for split in ("train", "val")}
+    return {
+        split: f"{path.stat().st_size // 2:,} tokens, {storage.digest(path)}"
+        for split, path in paths.items()
+    }
 
 
 def count_windows(config, split: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import ray
 from etils import epath
 
-from trainkit import records, source
+from trainkit import records
 from trainkit.config import TrainingConfig
 
 
@@ -31,15 +31,15 @@ def check_before_start(config: TrainingConfig, code: tuple[Callable, ...] = ()) 
 
     Raises:
         OSError, FloatingPointError: as `check_storage` and `refuse_diverged` say.
-        ValueError: as `records.check_recipe`, `source.check`, and
-            `source.check_tokens` say.
+        ValueError: as `records.check_recipe`, `check_code`, and
+            `check_tokens` say.
     """
     check_storage(config)
     refuse_diverged(config)
     records.check_recipe(config)
     if code:
-        source.check(config, code)
-    source.check_tokens(config)
+        records.check_code(config, code)
+    records.check_tokens(config)
     records.say_if_done(config)
     records.check_record(config)
 
