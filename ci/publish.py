@@ -81,7 +81,9 @@ def make_notebook(kind: str, addresses: Addresses) -> nbformat.NotebookNode:
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     cells = notebook.cells
     setup = [c for c in cells if re.match(r"## Set up\n[^\0]*\bci/", c.source)]
-    init = [c for c in cells if re.search(r"^ray\.init\([^\0]*runtime_env={", c.source)]
+    init = [
+        c for c in cells if re.search(r"(?m)^ray\.init\([^\0]*runtime_env={", c.source)
+    ]
     if len(setup) != 1 or len(init) != 1:
         raise SystemExit(
             'README.ipynb: expected one cell "## Set up" that names commands of ci/, and '

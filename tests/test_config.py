@@ -203,3 +203,11 @@ def test_configuration_is_data_and_not_a_program(tmp_path):
     with pytest.raises(yaml.constructor.ConstructorError):
         trainkit.config.load_config(path)
     assert not proof.exists()
+
+
+def test_file_that_is_not_there_names_those_that_are(tmp_path):
+    (tmp_path / "other.yaml").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"no such file .*GPT2_CONFIG.*other.yaml"
+    ):
+        trainkit.config.load_config(tmp_path / "mine.yaml")

@@ -148,3 +148,81 @@ def test_tasks_get_eight_megabytes_each():
     part = documents.train_test_split(test_size=10, seed=0)["test"]
     assert trainkit.corpus.count_blocks(part) == 2
     assert trainkit.corpus.count_blocks(documents.select([0])) == 1
+
+
+def texts(config) -> list[str]:
+    return trainkit.corpus.load(config)["train"]["text"][:]
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("a[1].txt", ["bracket"]),  # a file of that name
+        ("a*.txt", ["plain", "bracket"]),
+        ("why?.txt", ["yes"]),  # so is this
+        ("why*.txt", ["no", "yes"]),
+        ("B*r [[]1].txt", ["title"]),
+        ("**/*.txt", ["title", "plain", "bracket", "deep", "deeper", "no", "yes"]),
+        ("~/why!.txt", ["no"]),
+        ("$TEXTS/why!.txt", ["no"]),
+    ],
+)
+def test_what_the_pattern_matches_is_read_once(
+    small, tmp_path, monkeypatch, pattern, expected
+):
+    files = {"a1.txt": "plain", "a[1].txt": "bracket", "why!.txt": "no"}
+    files |= {"why?.txt": "yes", "Bücher [1].txt": "title"}
+    files |= {"sub/c.txt": "deep", "sub/sub/d.txt": "deeper"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TEXTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    config = small(dataset=pattern)
+    assert sorted(texts(config)) == sorted(expected)
+    found = trainkit.corpus.describe(config, trainkit.corpus.split)
+    assert found["files"] == len(expected)
+
+
+def test_a_byte_order_mark_is_no_text(small, tmp_path):
+    (tmp_path / "a.txt").write_text("words", encoding="utf-8-sig")
+    assert texts(small(dataset=str(tmp_path / "a.txt"))) == ["words"]
+
+
+@pytest.mark.parametrize(
+    "name, contents, words",
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.json", "[]", "a.json: expected a list of JSON objects, found .."),
+        (
+            "a.json",
+            '[{"text": "a"}, {"te',
+            "a.json: expected a list .*, found .*line 1",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": {"b": 1}}\n',
+            "text.* holds values of several types",
+        ),
+        ("books.text", "a", r"books.text is not one of .txt"),
+    ],
+)
+def test_unusable_files_are_named(small, tmp_path, name, contents, words):
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(ValueError, match=f"dataset: .*{words}"):
+        trainkit.corpus.load(small(dataset=f"{tmp_path}/{name}"))
+
+
+@pytest.mark.parametrize("name", ["books*.text", "/no/such/books.text", "~/no such.md"])
+def test_a_pattern_is_no_name_of_a_dataset(small, name):
+    with pytest.raises(FileNotFoundError, match="dataset: no file matches"):
+        trainkit.corpus.load(small(dataset=name))
+
+
+def test_a_fraction_that_leaves_nothing_is_refused(small):
+    two = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    with pytest.raises(
+        ValueError, match="val_fraction: 0.9 of 2 documents leaves none"
+    ):
+        trainkit.corpus.split({"train": two}, small(val_fraction=0.9))

@@ -154,7 +154,7 @@ def test_token_beyond_the_vocabulary(small, write_bins):
     config = write_bins(small())
     np.full(400, 600, np.uint16).tofile(Path(config.data_dir) / "val.bin")
     with pytest.raises(
-        ValueError, match="val.bin holds token id 600.*vocab_size is 521"
+        ValueError, match="val.bin holds token ids up to 600.*vocab_size is 521"
     ):
         trainkit.tokens.check(config)
 
@@ -162,7 +162,7 @@ def test_token_beyond_the_vocabulary(small, write_bins):
 def test_own_files_need_not_be_read_to_be_checked(small, write_bins):
     config = write_bins(small(vocab_size=50_257))
     np.full(400, 60_000, np.uint16).tofile(Path(config.data_dir) / "val.bin")
-    with pytest.raises(ValueError, match="token id 60000"):
+    with pytest.raises(ValueError, match="ids up to 60000"):
         trainkit.tokens.check(config)
     (Path(config.data_dir) / "manifest.json").touch()
     trainkit.tokens.check(config)
@@ -210,3 +210,36 @@ def test_stretches_are_the_steps_of_a_run(small, monkeypatch, first_step, at_onc
     found = list(trainkit.tokens.stretches(config, first_step))
     assert [step for steps in found for step in steps] == list(range(first_step, 20))
     assert all(len(steps) * config.batch_size < at_once + 4 for steps in found)
+
+
+def test_data_dir_may_be_a_link(small, tmp_path):
+    """What is written goes where the link leads."""
+    (tmp_path / "disk").mkdir()
+    config = small(data_dir=str(tmp_path / "link"))
+    Path(config.data_dir).symlink_to(tmp_path / "disk")
+    assert trainkit.tokens.existing(config, {}) is None
+    with trainkit.tokens.new_folder(config) as folder:
+        (folder / "train.bin").touch()
+    assert (tmp_path / "disk/train.bin").exists() and Path(config.data_dir).is_symlink()
+
+
+def test_data_dir_that_cannot_be_made_is_refused_at_once(small, tmp_path):
+    (tmp_path / "file").touch()
+    config = small(data_dir=str(tmp_path / "file/data"))
+    with pytest.raises(PermissionError, match="data_dir: .*file is a file. Choose"):
+        trainkit.tokens.existing(config, {})
+
+
+def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
+    """In a process of its own: tiktoken keeps what it has read."""
+    result = subprocess.run(
+        [sys.executable, "-c", "import trainkit.tokens as t; t.load_tokenizer()"],
+        cwd=ROOT,
+        env=os.environ
+        | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("ConnectionError")]
+    assert "vocabulary is not on this machine" in line and "TIKTOKEN_CACHE_DIR" in line
+    assert "ci/offline_vocabulary.py" in line

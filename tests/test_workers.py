@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +213,18 @@ def test_gpus_that_lack_bfloat16_are_refused(capability):
     other = dataclasses.replace(stories, **advised, num_workers=1)
     check(other, gpu)
     assert sum(trainkit.memory.count(other).values()) < 14 * 2**30
+
+
+def test_address_of_a_cluster_that_is_gone(monkeypatch):
+    """In seconds; Ray itself would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        for address in ("", "auto", "local", f"{host}:{port}", f"ray://{host}:{port}"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            trainkit.workers.check_address()
+    for address in (f"{host}:{port}", f"ray://{host}:{port}"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(
+            ConnectionError, match=f"RAY_ADDRESS is '{address}', and no"
+        ):
+            trainkit.workers.check_address()

@@ -233,6 +233,12 @@ def read_yaml(path: str | Path) -> dict:
         with open(path, encoding="utf-8") as file:  # so that errors name it
             loader = yaml.SafeLoader(file)
             node = loader.get_single_node()
+    except FileNotFoundError as error:
+        others = ", ".join(sorted(map(str, Path(path).parent.glob("*.yaml")))) or "none"
+        raise FileNotFoundError(
+            f"{path}: expected a configuration, found no such file (GPT2_CONFIG chooses it, "
+            f"or the call of load_config). There are: {others}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text file: {error}") from error
     if node is None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet
 from trainkit import source, storage
 
 FILE_FORMATS = {
-    ".txt": ("text", {"sample_by": "document"}),  # one document a file
+    ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),  # one a file
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
     ".parquet": ("parquet", {}),
@@ -36,14 +37,17 @@ def load(config) -> dict[str, datasets.Dataset]:
     """
     name = config.dataset
     files = find_files(config)
+    folder = Path(expanded(name))
     if name == "builtin":
         splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
-    elif files or Path(name).suffix in FILE_FORMATS:
-        splits = {"train": load_files(files, config)}
-    elif Path(name).is_dir() and not any(Path(name).rglob("*.parquet")):
+    elif folder.is_dir() and any(folder.rglob("*.parquet")):
+        splits = load_from_hub(config)
+    elif folder.is_dir():
         raise ValueError(
             f"dataset: {name} is a folder; name the files in it, as in {name}/*.txt"
         )
+    elif files or Path(name).suffix in FILE_FORMATS or re.search(r"[*?\[~$]|^/", name):
+        splits = {"train": load_files(files, config)}
     else:
         splits = load_from_hub(config)
     for documents in splits.values():
@@ -62,18 +66,30 @@ def check(documents: datasets.Dataset, config) -> None:
             f"dataset: {config.dataset} has the columns {documents.column_names}, "
             "but training needs one named 'text'"
         )
-    if documents.features["text"].dtype not in ("string", "large_string"):
+    feature = documents.features["text"]
+    kind = getattr(feature, "dtype", f"values of several types, as {feature}")
+    if kind not in ("string", "large_string"):
         raise ValueError(
-            f"dataset: the column 'text' of {config.dataset} holds "
-            f"{documents.features['text'].dtype}, expected strings"
+            f"dataset: the column 'text' of {config.dataset} holds {kind}, expected strings"
         )
     if empty := documents.data.column("text").null_count:
         raise ValueError(f"dataset: {empty} documents in {config.dataset} have no text")
 
 
 def find_files(config) -> list[str]:
-    """The files that `config.dataset` names, if it doesn't name a dataset of the hub."""
-    return [file for file in sorted(glob.glob(config.dataset)) if os.path.isfile(file)]
+    """The files that `config.dataset` names, if it doesn't name a dataset of the hub.
+
+    A file of exactly that name comes before a pattern.
+    """
+    name = expanded(config.dataset)
+    if os.path.isfile(name):
+        return [name]
+    return sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+
+
+def expanded(name: str) -> str:
+    """A path with the home folder for ~, and with the values of $VARIABLES."""
+    return os.path.expandvars(os.path.expanduser(name))
 
 
 def cache(config) -> str:
@@ -94,9 +110,13 @@ def load_files(files: list[str], config) -> datasets.Dataset:
     builder, options = FILE_FORMATS[suffix]
     options = options | {"split": "train", "cache_dir": cache(config)}
     try:
-        return datasets.load_dataset(builder, data_files=files, **options)
+        # `datasets` takes names for patterns, and a hidden file for none of them.
+        names = list(map(glob.escape, files))
+        return datasets.load_dataset(builder, data_files=names, **options)
     except Exception as error:
-        raise ValueError(f"dataset: {flaw(files) or error}") from error
+        cause = error.__cause__ or error
+        reason = flaw(files) or f"{config.dataset} can't be read: {cause!r:.300}"
+        raise ValueError(f"dataset: {reason}") from error
 
 
 def flaw(files: list[str]) -> str | None:
@@ -111,6 +131,17 @@ def flaw(files: list[str]) -> str | None:
             return f"{file} is no UTF-8 text at byte {error.start}; expected plain text"
         except (OSError, pyarrow.ArrowException) as error:
             return f"{file} can't be read: {error}. Make it anew, or leave it out"
+        if not text.strip() and not file.endswith(".txt"):
+            return f"{file} is empty; expected documents, or leave it out"
+        if file.endswith(".json"):
+            try:
+                rows = json.loads(text)
+            except json.JSONDecodeError as error:
+                if text.lstrip()[:1] != "[":
+                    continue  # an object in each line, perhaps
+                return f"{file}: expected a list of JSON objects, found {error}"
+            if not rows or not all(isinstance(row, dict) for row in [*rows]):
+                return f"{file}: expected a list of JSON objects, found {text!s:.60}"
         if file.endswith(".jsonl"):
             for number, line in enumerate(text.splitlines(), 1):
                 try:
@@ -185,6 +216,11 @@ def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dat
         raise ValueError(
             f"dataset: {config.dataset} has {len(documents)} document(s), but a training "
             "and a validation document are needed"
+        )
+    if math.ceil(config.val_fraction * len(documents)) >= len(documents):
+        raise ValueError(
+            f"val_fraction: {config.val_fraction} of {len(documents)} documents leaves none "
+            "to train on; set it lower, or bring more documents"
         )
     parts = documents.train_test_split(
         test_size=config.val_fraction, seed=SPLIT_SEED, shuffle=True

@@ -11,10 +11,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiktoken
 from flax import nnx
 
 from trainkit.config import ModelConfig
+from trainkit.tokens import load_tokenizer
 
 
 def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
@@ -25,7 +25,7 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
-    tokenizer = tiktoken.get_encoding("gpt2")
+    tokenizer = load_tokenizer()
     if model.config.vocab_size != tokenizer.n_vocab:
         raise ValueError(
             f"vocab_size: the model has {model.config.vocab_size:,} tokens, and GPT-2's "

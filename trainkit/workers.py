@@ -5,6 +5,7 @@ import glob
 import math
 import os
 import re
+import socket
 import zlib
 
 import jax
@@ -18,6 +19,24 @@ from trainkit.config import TrainingConfig
 from trainkit.devices import make_mesh
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
+
+
+def check_address() -> None:
+    """Refuse a RAY_ADDRESS where nothing answers; Ray would try for minutes.
+
+    Raises:
+        ConnectionError: with the address, and what to do.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)):
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=5).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). Start it, "
+            "or unset RAY_ADDRESS to start Ray on this machine."
+        ) from error
 
 
 def complete(config: TrainingConfig) -> TrainingConfig:
