@@ -7,6 +7,7 @@ pretrained   where published weights lie, and which shape they have
 config       what decides a run: TrainingConfig, load_config
 corpus       documents: from the hub, from files, or built in
 tokens       train.bin and val.bin, and the order of their windows
+lease        one launch of a run at a time
 devices      the mesh of all devices, and batches on it
 memory       what a step needs of it, and what to do when it runs out
 layers       attention kernels, scanned blocks

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import ray.train
 
+from trainkit import lease
 from trainkit.config import TrainingConfig
 
 # Arrays [B, T, D] that a block keeps for the backward pass:
@@ -106,12 +107,16 @@ def size(n: float) -> str:
 
 
 def explained(loop: Callable[[dict], None]) -> Callable[[dict], None]:
-    """`loop`, with an error that says what to do when a device's memory runs out."""
+    """`loop`, with an error that says what to do when a device's memory runs out.
+
+    It holds the run's lease meanwhile.
+    """
 
     @functools.wraps(loop)
     def explained_loop(settings: dict) -> None:
         try:
-            loop(settings)
+            with lease.held(TrainingConfig(**settings)):
+                loop(settings)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -99,3 +99,14 @@ def digest(path: str | Path) -> str:
             file.seek(i * max(size - SAMPLE, 0) // max(samples - 1, 1))
             hashed.update(file.read(SAMPLE))
     return hashed.hexdigest()
+
+
+def is_running(process: int) -> bool:
+    """Whether this machine has a process of that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True

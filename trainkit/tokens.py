@@ -143,7 +143,7 @@ def new_folder(config) -> Iterator[Path]:
     folder = Path(config.data_dir).resolve()  # a link stays one
     prefix = f"{folder.name}.partial-{socket.gethostname()}-"
     for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
-        if not is_running(int(old.name.removeprefix(prefix))):
+        if not storage.is_running(int(old.name.removeprefix(prefix))):
             shutil.rmtree(old)
     partial = folder.with_name(f"{prefix}{os.getpid()}")
     partial.mkdir(parents=True)
@@ -159,17 +159,6 @@ def new_folder(config) -> Iterator[Path]:
     except BaseException:  # a full disk, say: leave it as it was
         shutil.rmtree(partial)
         raise
-
-
-def is_running(process: int) -> bool:
-    """Whether this machine has a process of that number."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
 
 
 def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import ray
 from etils import epath
 
-from trainkit import records
+from trainkit import lease, records
 from trainkit.config import TrainingConfig
 
 
@@ -34,6 +34,7 @@ def check_before_start(config: TrainingConfig, code: tuple[Callable, ...] = ()) 
         ValueError: as `records.check_recipe`, `check_code`, and
             `check_tokens` say.
     """
+    lease.check(config)
     check_storage(config)
     refuse_diverged(config)
     records.check_recipe(config)
@@ -41,6 +42,7 @@ def check_before_start(config: TrainingConfig, code: tuple[Callable, ...] = ()) 
         records.check_code(config, code)
     records.check_tokens(config)
     records.say_if_done(config)
+    lease.take(config)
     records.check_record(config)
 
 

@@ -1,0 +1,151 @@
+"""One launch of a run at a time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import ray.train
+from accidents import at_step, in_the_background, log_of, wait_for
+
+import trainkit.lease
+import trainkit.run_log
+import trainkit.watch
+
+ROOT = Path(__file__).resolve().parent.parent
+ELSEWHERE = {"session": "s", "job": "j", "host": "far", "process": 7, "since": "today"}
+
+
+@pytest.fixture
+def config(small, cluster):
+    config = small()
+    config.run_path.mkdir(parents=True)
+    return config
+
+
+@pytest.mark.parametrize(
+    "change, seconds, refused",
+    [
+        ({}, 60, True),
+        ({}, 0, False),  # it has run out
+        ({"host": "here", "process": "ended"}, 60, False),
+        ({"host": "here", "process": "other"}, 60, True),
+        ({"host": "here", "process": "this"}, 60, False),  # a cell that runs again
+    ],
+)
+def test_who_may_launch(config, monkeypatch, change, seconds, refused):
+    monkeypatch.setattr(trainkit.lease.socket, "gethostname", lambda: "here")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    processes = {"ended": ended.pid, "other": os.getppid(), "this": os.getpid()}
+    lease = ELSEWHERE | change
+    lease["process"] = processes.get(lease["process"], lease["process"])
+    trainkit.lease.write(config, lease, seconds)
+    if not refused:
+        trainkit.watch.check_before_start(config)
+        assert trainkit.lease.read(config)["process"] == os.getpid()
+        return
+    words = (
+        f"run_name: process {lease['process']} on {lease['host']} trains .*since today"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        trainkit.watch.check_before_start(config)
+    assert not (config.run_path / ".shared").exists()  # the other's workers look there
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"until": 9e99}'])
+def test_lease_that_cannot_be_read_holds_nothing(config, text):
+    trainkit.lease.path_of(config).write_text(text)
+    trainkit.lease.check(config)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """This process as the first worker."""
+    context = SimpleNamespace(get_world_rank=lambda: 0)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(trainkit.lease, "PAUSE", 0.05)
+
+
+def test_first_worker_renews_and_ends_it(config, worker):
+    trainkit.lease.take(config)
+    with trainkit.lease.held(config):
+        seen = set()
+        wait_for(
+            lambda: seen.add(trainkit.lease.read(config)["until"]) or len(seen) > 2,
+            what="three renewals",
+        )
+    assert trainkit.lease.read(config)["until"] <= time.time()
+
+
+def test_lease_of_a_loop_that_fails_stays(config, worker):
+    """Ray starts it again."""
+    trainkit.lease.take(config)
+    with pytest.raises(OSError):
+        with trainkit.lease.held(config):
+            raise OSError
+    assert trainkit.lease.read(config)["until"] > time.time() + 30
+
+
+def test_worker_of_a_launch_that_waited_too_long_is_refused(config, worker):
+    trainkit.lease.write(config, ELSEWHERE, 60)
+    with pytest.raises(RuntimeError, match="process 7 on far has launched .* waited"):
+        with trainkit.lease.held(config):
+            raise AssertionError
+    assert trainkit.lease.read(config)["process"] == 7
+
+
+SECOND = """
+import json, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/ci"]
+import ray
+from notebook_module import load_notebook
+ray.init(sys.argv[2], log_to_driver=False)
+tutorial = load_notebook()
+tutorial.make_trainer(tutorial.TrainingConfig(**json.loads(sys.argv[3]))).fit()
+"""
+
+
+@pytest.mark.slow
+def test_second_launch_is_refused_and_the_first_undisturbed(
+    tutorial, cluster, small, write_bins
+):
+    config = write_bins(small(max_steps=8, log_interval=1))
+    settings = json.dumps(vars(config))
+    address = ray.get_runtime_context().gcs_address
+    config.run_path.mkdir(parents=True)
+    train_loop, may_go_on = tutorial.train_loop_per_worker, config.run_path / "go"
+
+    def loop(settings):
+        add = trainkit.run_log.RunLog.add
+
+        def wait_at_step_5(self, step, metrics):
+            while step == 5 and not may_go_on.exists():
+                time.sleep(0.1)
+            add(self, step, metrics)
+
+        trainkit.run_log.RunLog.add = wait_at_step_5
+        try:
+            train_loop(settings)
+        finally:
+            trainkit.run_log.RunLog.add = add
+
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+        wait_for(lambda: at_step(4)(config), what="step 4")
+        second = subprocess.run(
+            [sys.executable, "-c", SECOND, ROOT, address, settings],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        may_go_on.touch()
+        assert result().error is None
+    words = f"run_name: process {os.getpid()} on"
+    assert second.returncode and words in second.stderr.splitlines()[-1]
+    assert [line["step"] for line in log_of(config)] == list(range(1, 9))
+    assert trainkit.lease.read(config)["until"] <= time.time()
