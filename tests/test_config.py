@@ -75,7 +75,19 @@ def test_file_loads(path):
         ({"batch_size": 7}, ["batch_size (7)", "2 devices", "6 or 8 would"]),
         ({"batch_size": 10, "num_workers": 4}, ["8 or 12 would", "num_workers: 2"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
-        ({"num_workers": [1, 3]}, ["batch_size (8)", "3 devices"]),
+        (
+            {"num_workers": [1, 3]},
+            [
+                "any number from 1 to 3, and 3 can't",
+                "batch_size (8)",
+                "1, 2 can",
+                "[1, 2]",
+            ],
+        ),
+        (
+            {"num_workers": [8, 16], "batch_size": 480},
+            ["9, 11, 13, 14 can't", "8, 10, 12, 15, 16 can", "num_workers: [15, 16]"],
+        ),
         ({"num_workers": 3, "fsdp": 3, "batch_size": 9}, ["fsdp (3)", "n_embd (128)"]),
         (
             {"num_workers": 5, "tensor_parallel": 5, "n_head": 5, "n_embd": 125},

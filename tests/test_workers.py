@@ -228,3 +228,15 @@ def test_address_of_a_cluster_that_is_gone(monkeypatch):
             ConnectionError, match=f"RAY_ADDRESS is '{address}', and no"
         ):
             trainkit.workers.check_address()
+
+
+def test_batch_sizes_that_divide_badly_are_named(small):
+    """518 windows on 14 devices are 37 each, a prime number."""
+    machine = {"device_batch_size": 32, "num_workers": 14}
+    said = trainkit.workers.better_batch_sizes(small(batch_size=518, **machine))
+    assert "37 windows for each device" in said and "37 parts of 1" in said
+    assert "batch_size: 504 or 532 would take 2" in said
+    for good in (448, 504, 532, 14, 28):
+        assert not trainkit.workers.better_batch_sizes(
+            small(batch_size=good, **machine)
+        )

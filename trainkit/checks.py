@@ -19,7 +19,9 @@ def check(config) -> None:
     check_topology(config)
     if config.num_workers or config.topology:  # otherwise `workers.complete` knows them
         fewest, most = config.worker_range
-        for workers in range(fewest, most + 1, config.workers_per_slice):
+        counts = range(fewest, most + 1, config.workers_per_slice)
+        check_range(config, list(counts))
+        for workers in counts:
             check_mesh(config, workers)
 
 
@@ -131,6 +133,30 @@ def shares_evenly(config, workers: int) -> bool:
     data, fsdp, tensor = config.mesh_shape(workers)
     whole = data * fsdp * tensor == workers * config.devices_per_worker
     return whole and config.batch_size % (data * fsdp) == 0
+
+
+def check_range(config, counts: list[int]) -> None:
+    """Refuse an elastic range in which some numbers of workers work, and others don't.
+
+    Ray starts as many as there is room for, and can't be told to leave numbers out.
+    """
+    fit = [n for n in counts if shares_evenly(config, n)]
+    if not fit or len(fit) == len(counts):
+        return
+    step, stretches = config.workers_per_slice, [[fit[0]]]
+    for n in fit[1:]:
+        if n - stretches[-1][-1] == step:
+            stretches[-1].append(n)
+        else:
+            stretches.append([n])
+    longest = max(stretches, key=lambda s: (len(s), s[-1]))
+    raise ValueError(
+        f"num_workers: in an elastic run, Ray may start any number from {counts[0]} to "
+        f"{counts[-1]}, and {', '.join(str(n) for n in counts if n not in fit)} can't share "
+        f"batch_size ({config.batch_size}) with fsdp ({config.fsdp}); "
+        f"{', '.join(map(str, fit))} can. Set num_workers: [{longest[0]}, {longest[-1]}], or "
+        "a batch_size that all of them divide"
+    )
 
 
 def most_workers(config, workers: int) -> int | None:

@@ -142,6 +142,34 @@ def check_resources(config: TrainingConfig) -> None:
             "Set num_workers or devices_per_worker lower, add machines, or set autoscaling: "
             "true if the cluster adds them by itself."
         )
+    if advice := better_batch_sizes(config):
+        print(advice)
+
+
+def better_batch_sizes(config: TrainingConfig) -> str | None:
+    """What to do if a device's windows divide badly: twice the parts that would be needed.
+
+    A device that has 37 windows and takes at most 32 at once takes them one by one.
+    """
+
+    def parts(batch_size: int) -> tuple[int, int]:
+        other = dataclasses.replace(config, batch_size=batch_size)
+        needed = math.ceil(other.device_windows / config.device_batch_size)
+        return other.micro_batches, needed
+
+    found, needed = parts(config.batch_size)
+    if found < 2 * needed:
+        return None
+    windows = config.device_windows
+    together = config.batch_size // windows  # devices that divide the batch
+    sizes = [n for n in range(1, 2 * windows) if len({*parts(n * together)}) == 1]
+    nearest = sorted(sizes, key=lambda n: abs(n - windows))[:2]
+    return (
+        f"batch_size: {config.batch_size} is {windows} windows for each device, and "
+        f"device_batch_size: {config.device_batch_size} takes them in {found} parts of "
+        f"{windows // found}, which is slow. batch_size: "
+        f"{' or '.join(str(n * together) for n in sorted(nearest))} would take {needed} or so."
+    )
 
 
 def environment(config: TrainingConfig) -> dict[str, str]:
