@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 import ray.train
-from accidents import log_of, losses_of_one_process
+from accidents import log_of, losses_of_one_process, wait_for
 
 import trainkit.memory
 import trainkit.workers
@@ -30,6 +30,26 @@ def test_missing_resources_are_named(cluster, small):
         RuntimeError, match=r"a CPU for Ray Data .*'CPU': 4.5.*'CPU': 4"
     ):
         trainkit.workers.check_resources(small(num_workers=7, batch_size=14))
+
+
+@ray.remote(num_cpus=3)
+class Other:
+    def ready(self):
+        return True
+
+
+def test_resources_that_others_use_are_named(cluster, small, capsys):
+    config = small(num_workers=2)
+    trainkit.workers.check_resources(config)
+    assert "others use" not in capsys.readouterr().out
+    other = Other.remote()
+    try:
+        assert ray.get(other.ready.remote())
+        wait_for(lambda: ray.available_resources().get("CPU", 0) <= 1, what="the actor")
+        trainkit.workers.check_resources(config)
+        assert "needs 2 CPUs, and 1 of 4 are free" in capsys.readouterr().out
+    finally:
+        ray.kill(other)
 
 
 @pytest.mark.slow

@@ -125,6 +125,8 @@ def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
 def check_resources(config: TrainingConfig) -> None:
     """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
 
+    What others use at the moment is printed.
+
     Raises:
         RuntimeError: with what is missing, and what to change.
     """
@@ -141,6 +143,14 @@ def check_resources(config: TrainingConfig) -> None:
             f"cluster has {found}. "
             "Set num_workers or devices_per_worker lower, add machines, or set autoscaling: "
             "true if the cluster adds them by itself."
+        )
+    free = ray.available_resources()
+    taken = [k for k in needs.keys() - missing.keys() if needs[k] > free.get(k, 0)]
+    for k in sorted(taken):
+        print(
+            f"This run needs {needs[k]:g} {k}s, and {free.get(k, 0):g} of {available[k]:g} "
+            "are free: others use the rest, and the run waits for them. `ray list actors` "
+            "and the dashboard say who."
         )
     if advice := better_batch_sizes(config):
         print(advice)
