@@ -197,4 +197,34 @@ MUTATIONS = [
         "if model.config.vocab_size != tokenizer.n_vocab:",
         "if model.config.vocab_size > tokenizer.n_vocab:",
     ),
+    Mutation(
+        "test_watch.py::test_a_validation_loss_that_is_no_number_stops_the_run",
+        "trainkit/watch.py",
+        'names = ("loss", "grad_norm", "val_loss")',
+        'names = ("loss", "grad_norm")',
+    ),
+    Mutation(
+        "test_lost_runs.py::test_checkpoint_that_cannot_be_seen_is_not_condemned",
+        "trainkit/storage.py",
+        "UNSEEN_PAUSES if is_missing(error) else PAUSES",
+        "PAUSES",
+    ),
+    Mutation(
+        "test_lease.py::test_who_may_launch",
+        "trainkit/lease.py",
+        "if left <= 0 or found.items() >= me().items():",
+        "if left <= 0 or found:",
+    ),
+    Mutation(
+        "test_corpus.py::test_what_the_pattern_matches_is_read_once",
+        "trainkit/corpus.py",
+        "names = list(map(glob.escape, files))",
+        "names = files",
+    ),
+    Mutation(
+        "test_source.py::test_tokens_of_a_text_that_was_edited_are_refused",
+        "trainkit/corpus.py",
+        '"digest": contents}',
+        '"digest": 0}',
+    ),
 ]
