@@ -89,7 +89,8 @@ sys.path[:0] = ["", "ci"]
 os.environ["JAX_PLATFORMS"] = "cpu"
 from notebook_module import code_cells, load_notebook
 import numpy as np, ray, ray.train, trainkit
-(start,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
+from trainkit import workers
+(start,) = [c.source for c in code_cells() if "\\nray.init(" in c.source]
 exec(start.split("resources = ")[0])
 tutorial = load_notebook()
 os.rename("trainkit", "elsewhere")

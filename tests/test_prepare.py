@@ -73,7 +73,7 @@ def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
     # Text that comes later isn't left out in silence.
     assert tutorial.prepare_dataset(config)["documents"] == len(texts)
     shutil.copy(next(tmp_path.glob(f"*.{suffix}")), tmp_path / f"late.{suffix}")
-    with pytest.raises(FileExistsError, match="data_dir.*'files': .*Choose another"):
+    with pytest.raises(FileExistsError, match="data_dir.*files was .*Choose another"):
         tutorial.prepare_dataset(config)
 
     # Text that is no longer needed may go.
