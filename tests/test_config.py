@@ -223,3 +223,16 @@ def test_file_that_is_not_there_names_those_that_are(tmp_path):
         FileNotFoundError, match=r"no such file .*GPT2_CONFIG.*other.yaml"
     ):
         trainkit.config.load_config(tmp_path / "mine.yaml")
+
+
+def test_home_and_variables_are_filled_in(tmp_path, monkeypatch):
+    """In whatever is a path; a dataset of the hub keeps its name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("BOOKS", "/books/*.txt")
+    path = tmp_path / "mine.yaml"
+    path.write_text("data_dir: $HOME/data\nstorage_path: ~/runs\ndataset: $BOOKS\n")
+    config = trainkit.config.load_config(path)
+    assert (config.data_dir, config.storage_path) == ("/home/me/data", "/home/me/runs")
+    assert config.dataset == "/books/*.txt"
+    hub = trainkit.config.load_config(path, dataset="roneneldan/TinyStories")
+    assert hub.dataset == "roneneldan/TinyStories"

@@ -14,6 +14,7 @@ import pytest
 import ray
 import tiktoken
 from accidents import wait_for
+from notebook_module import code_cells
 
 import trainkit.tokens
 
@@ -152,3 +153,12 @@ tutorial.prepare_dataset(config)
     assert not list(folder.glob("*.partial*"))
     manifest = json.loads((Path(config.data_dir) / "manifest.json").read_text())
     assert manifest["documents"] == 1_000
+
+
+def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins, capsys):
+    """The page's cell doesn't ask the hub, or the network, for it."""
+    config = write_bins(small(dataset="nobody/no-such-dataset"))
+    (cell,) = [c.source for c in code_cells() if "no text is loaded" in c.source]
+    exec(cell, vars(tutorial) | {"config": config})
+    assert "no text is loaded" in capsys.readouterr().out
+    assert "already in" in tutorial.prepare_dataset(config)["source"]

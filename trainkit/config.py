@@ -217,6 +217,8 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
         for key in ("data_dir", "storage_path"):
             if isinstance(values.get(key), str) and values[key]:
                 values[key] = absolute(values[key])
+        if isinstance(values.get("dataset"), str):  # which may be a name on the hub
+            values["dataset"] = expanded(values["dataset"])
         places = default_places(path, TrainingConfig(**values))
         return TrainingConfig(**(places | values))
     except (TypeError, ValidationError) as error:
@@ -276,4 +278,9 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
 
 def absolute(place: str) -> str:
     """Workers run in folders of their own, where a relative path would mislead them."""
-    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
+    return place if "://" in place else os.path.abspath(expanded(place))
+
+
+def expanded(place: str) -> str:
+    """A path with the home folder for ~, and with the values of $VARIABLES."""
+    return os.path.expandvars(os.path.expanduser(place))

@@ -37,7 +37,7 @@ def load(config) -> dict[str, datasets.Dataset]:
     """
     name = config.dataset
     files = find_files(config)
-    folder = Path(expanded(name))
+    folder = Path(name)
     if name == "builtin":
         splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
     elif folder.is_dir() and any(folder.rglob("*.parquet")):
@@ -46,7 +46,7 @@ def load(config) -> dict[str, datasets.Dataset]:
         raise ValueError(
             f"dataset: {name} is a folder; name the files in it, as in {name}/*.txt"
         )
-    elif files or Path(name).suffix in FILE_FORMATS or re.search(r"[*?\[~$]|^/", name):
+    elif files or Path(name).suffix in FILE_FORMATS or re.search(r"[*?\[]|^/", name):
         splits = {"train": load_files(files, config)}
     else:
         splits = load_from_hub(config)
@@ -81,15 +81,9 @@ def find_files(config) -> list[str]:
 
     A file of exactly that name comes before a pattern.
     """
-    name = expanded(config.dataset)
-    if os.path.isfile(name):
-        return [name]
-    return sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
-
-
-def expanded(name: str) -> str:
-    """A path with the home folder for ~, and with the values of $VARIABLES."""
-    return os.path.expandvars(os.path.expanduser(name))
+    if os.path.isfile(config.dataset):
+        return [config.dataset]
+    return sorted(filter(os.path.isfile, glob.glob(config.dataset, recursive=True)))
 
 
 def cache(config) -> str:
@@ -110,7 +104,7 @@ def load_files(files: list[str], config) -> datasets.Dataset:
     builder, options = FILE_FORMATS[suffix]
     options = options | {"split": "train", "cache_dir": cache(config)}
     try:
-        # `datasets` takes names for patterns, and a hidden file for none of them.
+        # `datasets` takes these names for patterns again.
         names = list(map(glob.escape, files))
         return datasets.load_dataset(builder, data_files=names, **options)
     except Exception as error:
@@ -247,7 +241,7 @@ def describe(config, tokenize: Callable) -> dict:
     if config.max_documents:
         found["max_documents"] = config.max_documents
     files = find_files(config) or glob.glob(
-        f"{config.dataset}/**/*.parquet", recursive=True
+        f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
     )
     if files:  # your own, which may change
         contents = zlib.crc32("".join(map(storage.digest, sorted(files))).encode())

@@ -101,12 +101,12 @@ def digest(path: str | Path) -> str:
     return hashed.hexdigest()
 
 
-def is_running(process: int) -> bool:
-    """Whether this machine has a process of that number."""
+def is_running(process: int | str) -> bool:
+    """Whether this machine has a process of that number; of what is no number, perhaps."""
     try:
-        os.kill(process, 0)
+        os.kill(int(process), 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass  # another user's
+    except (PermissionError, ValueError):  # another user's, or of another host
+        pass
     return True

@@ -143,8 +143,9 @@ def new_folder(config) -> Iterator[Path]:
     folder = Path(config.data_dir).resolve()  # a link stays one
     prefix = f"{folder.name}.partial-{socket.gethostname()}-"
     for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
-        if not storage.is_running(int(old.name.removeprefix(prefix))):
-            shutil.rmtree(old)
+        process = old.name.removeprefix(prefix)
+        if process == str(os.getpid()) or not storage.is_running(process):
+            shutil.rmtree(old)  # it was killed, perhaps with this process's number
     partial = folder.with_name(f"{prefix}{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -225,10 +226,7 @@ def check_format(path: Path) -> None:
     elif start[:2].view(np.uint32)[0] in LLM_C:
         found = "a file of llm.c: leave out its first 1,024 bytes, the header"
     elif start[1::2].max() < 16 <= start[::2].max():  # the upper halves
-        found = (
-            "four bytes for each token: convert it, as in np.fromfile(path, np.uint32)"
-        )
-        found += ".astype(np.uint16).tofile(path)"
+        found = "four bytes for each token: np.fromfile(path, np.uint32) reads it"
     if found:
         raise ValueError(
             f"{path}: expected the bare tokens, uint16, as nanoGPT writes them; this looks "
@@ -270,7 +268,7 @@ def check(config) -> None:
         check_format(path_of(config, split))
         if (largest := largest_token(config, split)) >= config.vocab_size:
             raise ValueError(
-                f"{path_of(config, split)} holds token ids up to {largest}, "
+                f"{path_of(config, split)} may hold token ids up to {largest}, "
                 f"but vocab_size is {config.vocab_size}"
             )
     windows = count_windows(config, "val")

@@ -253,9 +253,7 @@ def check_generation(config: TrainingConfig, device: jax.Device) -> None:
     Raises:
         RuntimeError: with the GPU's name, and what to change.
     """
-    capability = getattr(
-        device, "compute_capability", ""
-    )  # such as "7.5"; AMD's differ
+    capability = getattr(device, "compute_capability", "")  # "7.5"; AMD's differ
     older = re.fullmatch(r"[1-7]\.\d", capability)
     if older and config.compute_dtype == "bfloat16":
         raise RuntimeError(
