@@ -33,7 +33,7 @@ from common import (
 )
 
 import trainkit.config
-import trainkit.tokens
+import trainkit.token_files
 
 FILES = {"10 MB": 10**7, "200 MB": 2 * 10**8, "20 GB": 2 * 10**10}  # bytes
 SHORT = [(10**5, "200 MB")]  # read in seconds, so three times
@@ -48,7 +48,7 @@ def own_memory() -> int:
 
 def our_batches(tutorial, config):
     """The windows of a whole run, read as the training loop reads them."""
-    for steps in trainkit.tokens.stretches(config, 0):
+    for steps in trainkit.token_files.step_ranges(config, 0):
         dataset = tutorial.make_token_dataset(config, "train", steps)
         yield from dataset.iter_batches(
             batch_size=config.batch_size, prefetch_batches=2

@@ -13,7 +13,6 @@ from flax import nnx
 
 import trainkit.config
 import trainkit.layers
-import trainkit.loss
 
 
 def without_donation(tutorial) -> None:
@@ -55,7 +54,7 @@ def loss_differentiated_by_jax(tutorial) -> None:
     def cross_entropy(table, features, targets, vocab_size, chunks=1):
         def mean(chunk):
             features, targets = chunk
-            logits = trainkit.loss.score_tokens(table, features, vocab_size)
+            logits = trainkit.layers.score_tokens(table, features, vocab_size)
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits.astype(jnp.float32), targets
             ).mean()
@@ -70,4 +69,4 @@ def loss_differentiated_by_jax(tutorial) -> None:
             jax.checkpoint(mean), (split(features), split(targets))
         ).mean()
 
-    trainkit.loss.cross_entropy = cross_entropy
+    trainkit.layers.cross_entropy = cross_entropy

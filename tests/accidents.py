@@ -20,10 +20,10 @@ import ray
 import ray.train
 from conftest import read_arrays
 
+import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
-import trainkit.records
-import trainkit.tokens
+import trainkit.token_files
 
 
 def log_of(config) -> list[dict]:
@@ -133,7 +133,7 @@ class Accidents(threading.Thread):
 
 def state_of(config) -> list[np.ndarray]:
     """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = trainkit.records.saved(config)[0]
+    newest = trainkit.checkpoints.list_saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     return read_arrays(config.run_path / newest)
 
@@ -174,7 +174,7 @@ def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0
         return iter(tutorial.validation_windows(config, mesh, rows))
     batches = (  # as in train_loop_per_worker
         batch
-        for steps in trainkit.tokens.stretches(config, first_step)
+        for steps in trainkit.token_files.step_ranges(config, first_step)
         for batch in tutorial.make_token_dataset(
             config, split, steps, rows
         ).iter_batches(batch_size=len(rows), prefetch_batches=2)

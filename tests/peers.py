@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import trainkit.devices
-import trainkit.pretrained
+import trainkit.huggingface
 
 ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
 SMALL = {
@@ -38,7 +38,7 @@ def make_peer(shape: dict, folder: Path) -> transformers.GPT2LMHeadModel:
 
 def ours(tutorial, small, folder: Path, **changes):
     """The notebook's model with the weights in `folder`."""
-    shape = trainkit.pretrained.shape(str(folder))
+    shape = trainkit.huggingface.published_shape(str(folder))
     config = small(**(shape | {"init_from": str(folder)} | changes))
     params = tutorial.initial_state(config, trainkit.devices.make_mesh(config)).params
     return tutorial.assemble(config, params)

@@ -18,9 +18,8 @@ import trainkit.checkpoints
 import trainkit.config
 import trainkit.corpus
 import trainkit.generate
-import trainkit.pretrained
-import trainkit.tokens
-import trainkit.weights
+import trainkit.huggingface
+import trainkit.token_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = (ROOT / "configs/smoke.yaml").read_text()
@@ -147,7 +146,7 @@ def test_documents_without_a_word_make_one_block():
 
 def manifest_of(config, text: str) -> dict | None:
     (Path(config.data_dir) / "manifest.json").write_text(text)
-    return trainkit.tokens.existing(config, {"dataset": "builtin"})
+    return trainkit.token_files.existing(config, {"dataset": "builtin"})
 
 
 @pytest.mark.parametrize("text", ["", '{"source": ', "[]", '{"tokens": {}}'])
@@ -162,7 +161,7 @@ def test_token_file_that_is_cut_off(small, write_bins):
     tokens = {"train": 2_000, "val": 400}
     text = json.dumps({"source": {"dataset": "builtin"}, "tokens": tokens})
     assert manifest_of(config, text)["tokens"] == tokens
-    trainkit.tokens.path_of(config, "val").write_bytes(b"12")
+    trainkit.token_files.path_of(config, "val").write_bytes(b"12")
     with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, but .* says 800"):
         manifest_of(config, text)
 
@@ -178,7 +177,7 @@ def weights_in(small, tmp_path):
         config = small(init_from=str(tmp_path))
         if data is not None:
             (tmp_path / "model.safetensors").write_bytes(data)
-        return trainkit.weights.load(config, {})
+        return trainkit.huggingface.load_weights(config, {})
 
     return load
 
@@ -204,12 +203,12 @@ def test_config_json_that_cannot_be_read(tmp_path, text):
     if text:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"init_from: .*config\.json can't be read"):
-        trainkit.pretrained.shape(str(tmp_path))
+        trainkit.huggingface.published_shape(str(tmp_path))
 
 
 def test_name_that_the_hub_would_not_take():
     with pytest.raises(ConnectionError, match="init_from: cannot get 'a b/c/d'"):
-        trainkit.pretrained.folder("a b/c/d")
+        trainkit.huggingface.find_folder("a b/c/d")
 
 
 # Text from a model.

@@ -21,7 +21,6 @@ from flax import nnx
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
-import trainkit.records
 
 pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
@@ -46,7 +45,7 @@ def copy_of(finished):
 
 def test_latest_and_best_are_kept(finished):
     config, result = finished
-    kept = {int(name[5:]) for name in trainkit.records.saved(config)}
+    kept = {int(name[5:]) for name in trainkit.checkpoints.list_saved(config)}
     lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
     losses = {
         x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
@@ -96,7 +95,7 @@ def test_an_old_checkpoint_is_still_read(tutorial):
     config = dataclasses.replace(
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
-    assert trainkit.records.saved(config) == ["step_00000003"]
+    assert trainkit.checkpoints.list_saved(config) == ["step_00000003"]
     target = tutorial.abstract_state(config, trainkit.devices.make_mesh(config))
     orbax = trainkit.checkpoints.create_orbax(config)
     state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
@@ -111,7 +110,7 @@ def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
     ):
         tutorial.make_trainer(config).fit()
     assert not list(config.run_path.glob("*.refused"))
-    assert trainkit.records.saved(config)[0] == "step_00000072"
+    assert trainkit.checkpoints.list_saved(config)[0] == "step_00000072"
 
 
 @pytest.mark.skipif(
@@ -152,7 +151,7 @@ def test_full_disk_while_saving(tutorial, finished, tmp_path):
         )
         with no_space:
             tutorial.make_trainer(config).fit()
-        saved = trainkit.records.saved(config)
+        saved = trainkit.checkpoints.list_saved(config)
         assert saved[-1] == "step_00000012"
         for name in saved:
             arrays = read_arrays(config.run_path / name)

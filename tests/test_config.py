@@ -164,7 +164,7 @@ DIVISIONS = [  # file, what differs, workers, devices, micro-batches, windows in
 @pytest.mark.parametrize("name, changes, workers, devices, parts, windows", DIVISIONS)
 def test_batch_follows_the_devices(name, changes, workers, devices, parts, windows):
     config = trainkit.config.load_config(ROOT / f"configs/{name}.yaml", **changes)
-    found = trainkit.workers.division(config)
+    found = trainkit.workers.describe_split(config)
     assert (found["workers"], found["devices"]) == (workers, devices)
     assert found["micro-batches"] == f"{parts} of {windows}"
     assert config.micro_batches == parts and windows <= config.device_batch_size

@@ -29,9 +29,8 @@ from accidents import (
 )
 from flax import nnx
 
-import trainkit.config
-import trainkit.records
-import trainkit.watch
+import trainkit.checkpoints
+import trainkit.run_log
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,12 +109,12 @@ def test_divergence_stops_the_run_and_keeps_the_checkpoint(
     copy_run(reference, config)
     tutorial.make_trainer(config).fit()
     with pytest.raises(FloatingPointError, match="Diverged at step 7[3-9]"):
-        trainkit.watch.refuse_diverged(config)
+        trainkit.run_log.refuse_diverged(config)
     with pytest.raises(FloatingPointError, match="Diverged at step 7[3-9]"):
         tutorial.make_trainer(config)  # a second start doesn't try again
     note = (config.run_path / "diverged.txt").read_text()
     assert re.search(r"Diverged at step 7[3-9]: .*(nan|inf).*step_00000072", note)
-    assert trainkit.records.saved(config)[0] == "step_00000072"
+    assert trainkit.checkpoints.list_saved(config)[0] == "step_00000072"
     assert last_step(config) <= 73
 
 
@@ -131,12 +130,16 @@ def test_bad_steps_are_skipped_up_to_a_bound(tutorial, small, capsys):
         assert (np.asarray(updates["kernel"]) == 0).all() == (grads is bad)
     metrics = {"loss": math.nan, "grad_norm": math.nan}
     config.run_path.mkdir(parents=True)
-    assert not trainkit.watch.diverged(config, {6: {"loss": 1.0, "grad_norm": 1.0}})
-    assert not trainkit.watch.diverged(config, {7: metrics | {"skipped_in_a_row": 2}})
+    assert not trainkit.run_log.has_diverged(
+        config, {6: {"loss": 1.0, "grad_norm": 1.0}}
+    )
+    assert not trainkit.run_log.has_diverged(
+        config, {7: metrics | {"skipped_in_a_row": 2}}
+    )
     assert "step 7: skipped" in capsys.readouterr().out
-    assert trainkit.watch.diverged(config, {8: metrics | {"skipped_in_a_row": 3}})
+    assert trainkit.run_log.has_diverged(config, {8: metrics | {"skipped_in_a_row": 3}})
     with pytest.raises(FloatingPointError, match="Diverged at step 8"):
-        trainkit.watch.refuse_diverged(config)
+        trainkit.run_log.refuse_diverged(config)
 
 
 DRIVER = """
@@ -182,8 +185,8 @@ def test_sigkill_of_the_driver(tutorial, cluster, reference):
         return last_step(config) == step
 
     wait_for(quiet, what="the end of the last worker")
-    newest = trainkit.records.saved(config)[0]
-    assert 12 <= trainkit.records.step_of(newest) < config.max_steps
+    newest = trainkit.checkpoints.list_saved(config)[0]
+    assert 12 <= trainkit.checkpoints.step_of(newest) < config.max_steps
     # The first driver's step was a slow one, so its code differs.
     again = dataclasses.replace(config, accept_changed_code=True)
     assert tutorial.make_trainer(again).fit().error is None

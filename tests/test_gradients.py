@@ -15,14 +15,13 @@ import pytest
 from flax import nnx
 
 import trainkit.layers
-import trainkit.loss
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def differentiated(table, features, targets, vocab_size, chunks=1):
     """The loss as `jax.grad` takes it apart, from all logits at once."""
-    logits = trainkit.loss.score_tokens(table, features, vocab_size)
+    logits = trainkit.layers.score_tokens(table, features, vocab_size)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), targets
     ).mean()
@@ -55,7 +54,7 @@ def test_loss_gradients_by_hand_equal_the_differentiated(chunks):
     exact_loss, exact = gradients_of(
         differentiated, table, features, targets, 521, chunks
     )
-    ours = partial(gradients_of, trainkit.loss.cross_entropy)
+    ours = partial(gradients_of, trainkit.layers.cross_entropy)
     loss, found = ours(table, features, targets, 521, chunks)
     assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
     assert max(relative(found, exact)) < 1e-6
@@ -73,7 +72,7 @@ def test_loss_gradients_by_hand_equal_the_differentiated(chunks):
 def test_the_loss_scatters_nothing():
     inputs = *loss_inputs(521), 521, 2
     compiled = jax.jit(
-        partial(gradients_of, trainkit.loss.cross_entropy), static_argnums=(3, 4)
+        partial(gradients_of, trainkit.layers.cross_entropy), static_argnums=(3, 4)
     )
     assert " scatter(" not in compiled.lower(*inputs).compile().as_text()
 

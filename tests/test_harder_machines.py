@@ -21,10 +21,8 @@ from ray.cluster_utils import Cluster
 
 import trainkit.checkpoints
 import trainkit.config
-import trainkit.records
 import trainkit.run_log
-import trainkit.storage
-import trainkit.tokens
+import trainkit.token_files
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +104,7 @@ def test_each_workers_windows_ask_for_one_cpu(cluster):
     """And the driver's tokenizing for all there are."""
 
     def limit() -> float:
-        dataset = trainkit.tokens.in_order(ray.data.range(4))
+        dataset = trainkit.token_files.in_order(ray.data.range(4))
         return dataset.context.execution_options.resource_limits.cpu
 
     class Worker:
@@ -154,7 +152,7 @@ def bucket(small, monkeypatch, tmp_path):
     config = small()
     config.run_path.mkdir(parents=True)
     monkeypatch.setattr(trainkit.config.TrainingConfig, "remote", True)
-    monkeypatch.setattr(trainkit.records, "in_storage", in_storage)
+    monkeypatch.setattr(trainkit.checkpoints, "in_storage", in_storage)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return config
@@ -167,27 +165,27 @@ def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket):
     checkpointer = trainkit.checkpoints.Checkpointer(bucket)
     checkpointer.save(STATE, 10)
     checkpointer.wait()
-    assert trainkit.records.saved(bucket) == ["step_00000010"]
+    assert trainkit.checkpoints.list_saved(bucket) == ["step_00000010"]
     assert list(Path(tempfile.tempdir).rglob("step_*")) == []
     (kernel,) = read_arrays(bucket.run_path / "step_00000010")
     np.testing.assert_array_equal(kernel, STATE["kernel"])
 
     name = "step_00000020"
     (bucket.run_path / name).mkdir()
-    trainkit.records.mark(bucket, name, 0, 2).write_text("")
-    trainkit.records.mark(bucket, name, 0, 1).with_name("part-1-of-3").write_text("")
-    assert trainkit.records.saved(bucket) == ["step_00000010"]
-    # One that Ray has on record is whole, as runs of older versions left them.
-    assert trainkit.records.saved(bucket, name)[0] == name
-    trainkit.records.mark(bucket, name, 1, 2).write_text("")
-    assert trainkit.records.saved(bucket)[0] == name
+    trainkit.checkpoints.mark(bucket, name, 0, 2).write_text("")
+    trainkit.checkpoints.mark(bucket, name, 0, 1).with_name("part-1-of-3").write_text(
+        ""
+    )
+    assert trainkit.checkpoints.list_saved(bucket) == ["step_00000010"]
+    trainkit.checkpoints.mark(bucket, name, 1, 2).write_text("")
+    assert trainkit.checkpoints.list_saved(bucket)[0] == name
 
 
 def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket):
     left = bucket.run_path / "step_00000010" / "left"
     left.parent.mkdir()
     left.write_text("of a worker that was killed")
-    trainkit.records.mark(bucket, "step_00000010", 1, 2).write_text("")
+    trainkit.checkpoints.mark(bucket, "step_00000010", 1, 2).write_text("")
     checkpointer = trainkit.checkpoints.Checkpointer(bucket)
     checkpointer.save(STATE, 10)
     checkpointer.wait()
@@ -196,7 +194,7 @@ def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket):
 
 
 def test_upload_is_tried_again(bucket, monkeypatch, capsys):
-    monkeypatch.setattr(trainkit.storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", lambda seconds: None)
     copy, attempts = trainkit.checkpoints.upload, []
 
     def upload(*arguments):
@@ -209,13 +207,13 @@ def test_upload_is_tried_again(bucket, monkeypatch, capsys):
     checkpointer = trainkit.checkpoints.Checkpointer(bucket)
     checkpointer.save(STATE, 10)
     checkpointer.wait()
-    assert trainkit.records.saved(bucket) == ["step_00000010"]
+    assert trainkit.checkpoints.list_saved(bucket) == ["step_00000010"]
     assert "SLOW_DOWN" in capsys.readouterr().out
 
 
 def test_wait_waits_for_the_upload(bucket, monkeypatch):
     """So that the watchdog covers it, after the last step, too."""
-    monkeypatch.setattr(trainkit.storage, "PAUSES", ())
+    monkeypatch.setattr(trainkit.checkpoints, "PAUSES", ())
 
     def upload(*_):
         raise OSError("gone")
@@ -246,20 +244,6 @@ def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
     assert all((other / "7" / "step_00000010").exists() for other in others)
 
 
-def test_record_of_an_older_version_leaves_marks(bucket):
-    """Its checkpoints in an object store have none, so the record says what is whole."""
-    for step in (10, 20):
-        folder = bucket.run_path / f"step_{step:08d}"
-        folder.mkdir()
-        (folder / "_METADATA").write_text("{}")
-    named = [{"checkpoint_dir_name": f"step_{step:08d}"} for step in (10, 30)]
-    record = bucket.run_path / "checkpoint_manager_snapshot.json"
-    record.write_text(json.dumps({"checkpoint_results": named}))
-    trainkit.records.check_record(bucket)
-    assert not record.exists()
-    assert trainkit.records.saved(bucket) == ["step_00000010"]
-
-
 def test_listings_of_buckets_are_not_kept():
     for protocol in ("s3", "gs", "gcs"):
         assert fsspec.config.conf[protocol]["use_listings_cache"] is False
@@ -280,12 +264,13 @@ class Object:
 def test_log_in_a_bucket(bucket, monkeypatch, capsys):
     """Written at intervals and at evaluations; what fails comes with the next lines."""
     now = [0.0]
-    monkeypatch.setattr(trainkit.storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(trainkit.run_log.time, "monotonic", lambda: now[0])
     log = trainkit.run_log.LogFile(bucket, 0)
     log.path = file = Object()
 
     def steps() -> list[int]:
+        log.writing.result()
         return [json.loads(line)["step"] for line in file.texts[-1].splitlines()]
 
     for step in range(1, 8):
@@ -295,6 +280,7 @@ def test_log_in_a_bucket(bucket, monkeypatch, capsys):
     assert steps() == list(range(1, 9)) and len(file.texts) == 1
     file.fails, now[0] = True, 11.0
     log.append({"step": 9})
+    log.writing.result()
     assert "Cannot write" in capsys.readouterr().out and len(file.texts) == 1
     file.fails, now[0] = False, 22.0
     log.append({"step": 10})

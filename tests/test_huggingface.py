@@ -20,7 +20,6 @@ from safetensors.numpy import load_file, save_file
 
 import trainkit.config
 import trainkit.huggingface
-import trainkit.pretrained
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -146,7 +145,7 @@ def test_other_kinds_of_gpt2_are_refused(tmp_path, setting, value):
     transformers.GPT2Config(**{setting: value}).save_pretrained(tmp_path)
     named = "eos_token_id 50256" if setting == "vocab_size" else f"{setting} {value!r}"
     with pytest.raises(ValueError, match=f"init_from.*{named}, expected"):
-        trainkit.pretrained.shape(str(tmp_path))
+        trainkit.huggingface.published_shape(str(tmp_path))
 
 
 def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
@@ -154,28 +153,28 @@ def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "n_positions": 8, "vocab_size": 9}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(sizes))
-    shape = trainkit.pretrained.shape(str(tmp_path))
+    shape = trainkit.huggingface.published_shape(str(tmp_path))
     assert shape == {"block_size": 8} | {k: sizes[k] for k in shape.keys() & sizes}
     path.write_text(json.dumps(sizes | {"eos_token_id": 3}))
     with pytest.raises(ValueError, match="eos_token_id 3, expected 8"):
-        trainkit.pretrained.shape(str(tmp_path))
+        trainkit.huggingface.published_shape(str(tmp_path))
     del sizes["n_embd"]
     path.write_text(json.dumps(sizes))
     with pytest.raises(ValueError, match="init_from: .*config.json has no n_embd"):
-        trainkit.pretrained.shape(str(tmp_path))
+        trainkit.huggingface.published_shape(str(tmp_path))
 
 
 def test_other_kinds_of_model_are_refused(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="init_from.*model_type 'bert'"):
-        trainkit.pretrained.shape(str(tmp_path / "bert"))
+        trainkit.huggingface.published_shape(str(tmp_path / "bert"))
 
 
 def test_folder_that_is_not_there():
     with pytest.raises(
         FileNotFoundError, match="init_from: .* /none/gpt2 on this node"
     ):
-        trainkit.pretrained.shape("/none/gpt2")
+        trainkit.huggingface.published_shape("/none/gpt2")
 
 
 def test_finetune_file_takes_its_shape_from_the_weights(peer):

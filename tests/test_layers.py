@@ -6,7 +6,6 @@ import numpy as np
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
-import trainkit.checks
 import trainkit.config
 import trainkit.devices
 import trainkit.layers
@@ -14,7 +13,7 @@ import trainkit.layers
 
 def test_splash_attention_equals_the_plain_one():
     """The TPU kernel, interpreted: the same results and gradients, over several blocks."""
-    shape = (1, 2 * trainkit.checks.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
+    shape = (1, 2 * trainkit.config.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H
     q, k, v, weight = jax.random.normal(jax.random.key(0), (4, *shape))
 
     def run(kind):

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from samples import random_tokens, windows_for
 
-import trainkit.loss
+import trainkit.layers
 
 
 def test_targets_are_inputs_shifted_by_one(tutorial, small):
@@ -106,7 +106,7 @@ def test_parts_add_up_to_the_whole(chunks):
     )
     features = features.reshape(3, 8, 6)
     targets = np.random.default_rng(0).integers(0, 5, (3, 8))
-    value_and_grad = jax.value_and_grad(trainkit.loss.cross_entropy, argnums=(0, 1))
+    value_and_grad = jax.value_and_grad(trainkit.layers.cross_entropy, argnums=(0, 1))
     found, (d_table, d_features) = value_and_grad(table, features, targets, 5, chunks)
 
     def plain(table, features):
@@ -118,5 +118,5 @@ def test_parts_add_up_to_the_whole(chunks):
     np.testing.assert_allclose(d_table, wanted[0], atol=1e-6)
     np.testing.assert_allclose(d_features, wanted[1], atol=1e-6)
     assert not d_table[5:].any()
-    scores = trainkit.loss.score_tokens(table, features, 5)
+    scores = trainkit.layers.score_tokens(table, features, 5)
     assert np.isneginf(scores[..., 5:]).all() and np.isfinite(scores[..., :5]).all()

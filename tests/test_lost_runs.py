@@ -25,9 +25,7 @@ from accidents import (
 from conftest import read_arrays
 
 import trainkit.checkpoints
-import trainkit.records
-import trainkit.storage
-import trainkit.watch
+import trainkit.launch
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "checkpoint_manager_snapshot.json"
@@ -88,7 +86,7 @@ def test_record_that_ray_cannot_use_is_set_aside(run_of, capsys, text):
     config = run_of(FIRST, SECOND)
     record = config.run_path / RECORD
     record.write_text(text)
-    trainkit.records.check_record(config)
+    trainkit.checkpoints.check_record(config)
     said = capsys.readouterr().out
     if FLAWED[text] is None:
         assert record.read_text() == text and not said
@@ -103,18 +101,18 @@ def test_record_that_names_a_refused_checkpoint_is_set_aside(run_of, capsys):
     config = run_of(FIRST, SECOND)
     record = config.run_path / RECORD
     record.write_text(record_of(FIRST, SECOND))
-    trainkit.records.refuse(config, SECOND, ValueError("DATA_LOSS"))
-    trainkit.records.check_record(config)
+    trainkit.checkpoints.refuse(config, SECOND, ValueError("DATA_LOSS"))
+    trainkit.checkpoints.check_record(config)
     assert not record.exists()
     said = capsys.readouterr().out
     assert f"{SECOND}, which is refused" in said and f"goes on from {FIRST}" in said
 
 
-def test_names_of_older_versions_still_count(run_of):
-    config = run_of(FIRST, SECOND, f"{SECOND}-again", "step_00000030.orbax-tmp")
-    trainkit.records.refuse(config, SECOND, ValueError())
-    assert trainkit.records.saved(config) == [f"{SECOND}-again", FIRST]
-    assert trainkit.records.step_of(f"{SECOND}-again") == 20
+def test_what_is_half_written_or_refused_does_not_count(run_of):
+    config = run_of(FIRST, SECOND, "step_00000030.orbax-tmp")
+    trainkit.checkpoints.refuse(config, SECOND, ValueError())
+    assert trainkit.checkpoints.list_saved(config) == [FIRST]
+    assert trainkit.checkpoints.step_of(SECOND) == 20
 
 
 # Each save has an outcome of its own.
@@ -129,7 +127,7 @@ def checkpointer(small, monkeypatch, tmp_path):
 
     config = small()
     config.run_path.mkdir(parents=True)
-    monkeypatch.setattr(trainkit.records, "in_storage", in_storage)
+    monkeypatch.setattr(trainkit.checkpoints, "in_storage", in_storage)
     return trainkit.checkpoints.Checkpointer(config)
 
 
@@ -156,7 +154,7 @@ def test_failed_save_is_seen_by_the_loop_and_by_rays_thread(checkpointer, monkey
         with pytest.raises(OSError, match="No space left"):
             checkpointer.save(state, 30)
     assert upload(good).path.endswith(FIRST)
-    assert trainkit.records.saved(checkpointer.config) == [FIRST]
+    assert trainkit.checkpoints.list_saved(checkpointer.config) == [FIRST]
 
 
 def test_damaged_checkpoint_is_replaced_when_its_step_comes_again(
@@ -166,19 +164,19 @@ def test_damaged_checkpoint_is_replaced_when_its_step_comes_again(
     config, state = checkpointer.config, {"kernel": np.ones((8, 8), np.float32)}
     checkpointer.save(state, 10)
     checkpointer.wait()
-    trainkit.records.refuse(config, FIRST, ValueError("DATA_LOSS"))
-    assert trainkit.records.saved(config) == []
-    monkeypatch.setattr(trainkit.records, "on_record", lambda: {FIRST})
+    trainkit.checkpoints.refuse(config, FIRST, ValueError("DATA_LOSS"))
+    assert trainkit.checkpoints.list_saved(config) == []
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", lambda: {FIRST})
     checkpointer.recorded = FIRST
     saved = checkpointer.save(jax.tree.map(lambda x: 2 * x, state), 10)
     checkpointer.wait()
     assert saved.checkpoint is None
-    assert trainkit.records.saved(config) == [FIRST]
+    assert trainkit.checkpoints.list_saved(config) == [FIRST]
     (kernel,) = read_arrays(config.run_path / FIRST)
     assert (kernel == 2).all()
     # One that Ray doesn't know, as after its record was set aside, is reported.
-    trainkit.records.refuse(config, FIRST, ValueError("DATA_LOSS"))
-    monkeypatch.setattr(trainkit.records, "on_record", set)
+    trainkit.checkpoints.refuse(config, FIRST, ValueError("DATA_LOSS"))
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", set)
     assert checkpointer.save(state, 10).checkpoint is not None
     checkpointer.wait()
 
@@ -226,7 +224,7 @@ def test_disk_that_fills_up_while_saving(
             with contextlib.suppress(Exception):  # what it says is tested elsewhere
                 result()
         (disk / "filler").unlink()
-        newest = trainkit.records.saved(config)[:1]
+        newest = trainkit.checkpoints.list_saved(config)[:1]
         written = [times_of(config, name) for name in newest]
         assert tutorial.make_trainer(config).fit().error is None
         assert_equal_runs(config, reference)
@@ -255,14 +253,14 @@ ERRORS = [
 def test_what_is_damage_and_what_passes(error, damage):
     wrapped = RuntimeError("Encountered an error while reading")
     wrapped.__cause__ = error
-    assert trainkit.storage.is_damage(error) == damage
-    assert trainkit.storage.is_damage(wrapped) == damage
+    assert trainkit.checkpoints.is_damage(error) == damage
+    assert trainkit.checkpoints.is_damage(wrapped) == damage
 
 
 def test_patience(monkeypatch, capsys):
     """Three pauses; an error that another attempt can't help comes through at once."""
     pauses, calls = [], []
-    monkeypatch.setattr(trainkit.storage.time, "sleep", pauses.append)
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", pauses.append)
 
     def fail(times, error=None):
         calls.append(times)
@@ -270,28 +268,28 @@ def test_patience(monkeypatch, capsys):
             raise error or OSError("stale")
         return "done"
 
-    assert trainkit.storage.patiently(fail, 3) == "done" and pauses == [1, 2, 4]
+    assert trainkit.checkpoints.retry(fail, 3) == "done" and pauses == [1, 2, 4]
     assert "fail failed; again in 4 s (OSError: stale)" in capsys.readouterr().out
     calls.clear()
     with pytest.raises(OSError, match="stale"):
-        trainkit.storage.patiently(fail, 4)
+        trainkit.checkpoints.retry(fail, 4)
     calls.clear()
     with pytest.raises(KeyError):
-        trainkit.storage.patiently(fail, 1, KeyError(), unless=(KeyError,))
+        trainkit.checkpoints.retry(fail, 1, KeyError(), unless=(KeyError,))
     assert len(calls) == 1
 
 
 def test_patience_for_what_cannot_be_seen(monkeypatch):
     """A minute, as file systems take; and what has come then is good."""
     pauses = []
-    monkeypatch.setattr(trainkit.storage.time, "sleep", pauses.append)
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", pauses.append)
 
     def see():
         if sum(pauses) < 60:
             raise ValueError("NOT_FOUND: chunk")
         return "seen"
 
-    assert trainkit.storage.patiently(see) == "seen" and pauses[:3] == [1, 2, 4]
+    assert trainkit.checkpoints.retry(see) == "seen" and pauses[:3] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -311,10 +309,10 @@ def test_checkpoint_that_cannot_be_seen_is_not_condemned(
         if late and sum(pauses) > 40:
             hidden.rename(Path(folder, "d"))
 
-    monkeypatch.setattr(trainkit.storage.time, "sleep", sleep)
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", sleep)
     collective = ray.train.collective
     monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
-    monkeypatch.setattr(trainkit.records, "report_unrecorded", lambda *_: None)
+    monkeypatch.setattr(trainkit.checkpoints, "report_unrecorded", lambda *_: None)
     target = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, state))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
@@ -385,12 +383,12 @@ def test_damage_condemns_a_checkpoint_and_a_passing_fault_none(
 
     # Read again, the newest turns out to be damaged. The one before it is used, and the run
     # goes far enough beyond it that Ray prunes both that one and the one in its place.
-    damage(Path(config.run_path / trainkit.records.saved(config)[0]))
+    damage(Path(config.run_path / trainkit.checkpoints.list_saved(config)[0]))
     loop = loop_in_which_reading_fails(tutorial, 2)
     assert tutorial.make_trainer(config, loop).fit().error is None
     assert not list(config.run_path.glob("*.refused"))  # it has been replaced
     assert [line["step"] for line in log_of(config)] == list(range(1, 111))
-    saved = trainkit.records.saved(config)
+    saved = trainkit.checkpoints.list_saved(config)
     assert saved[0] == "step_00000110" and len(saved) <= 3
     newest = read_arrays(config.run_path / saved[0])
     assert all(np.isfinite(array).all() for array in newest)
@@ -448,10 +446,10 @@ def test_another_recipe_is_refused_and_named(run_of, small):
         "device_batch_size": 1,
     }
     rounding = {"loss_chunks": 4, "scan_layers": True}
-    trainkit.records.check_recipe(small(**(free | rounding)))
+    trainkit.launch.check_recipe(small(**(free | rounding)))
     other = small(batch_size=8, seed=1, dataset="other", learning_rate=2e-2)
     with pytest.raises(ValueError, match="run_name: .* another recipe") as error:
-        trainkit.records.check_recipe(other)
+        trainkit.launch.check_recipe(other)
     for words in (
         "batch_size was 4, and is 8",
         "seed was 1337, and is 1",
@@ -462,7 +460,7 @@ def test_another_recipe_is_refused_and_named(run_of, small):
     # One that can't be read says nothing, and the one before it is asked.
     (config.run_path / SECOND / "_CHECKPOINT_METADATA").write_text("{")
     with pytest.raises(ValueError, match="n_embd was 32, and is 64"):
-        trainkit.records.check_recipe(small(n_embd=64))
+        trainkit.launch.check_recipe(small(n_embd=64))
 
 
 def test_another_model_is_told_by_its_shapes(checkpointer, monkeypatch):
@@ -483,7 +481,7 @@ def test_another_model_is_told_by_its_shapes(checkpointer, monkeypatch):
 HANG = """
 import ctypes, sys, time
 sys.path.insert(0, sys.argv[1])
-from trainkit.watch import Watchdog
+from trainkit.workers import Watchdog
 
 def wait_in_c(seconds):
     ctypes.PyDLL(None).sleep(seconds)  # which keeps the interpreter's lock

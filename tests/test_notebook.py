@@ -15,7 +15,7 @@ import render_readme
 from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
-import trainkit.source
+import trainkit.fingerprints
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
@@ -163,7 +163,7 @@ def test_expected_output_has_the_form_of_the_real_one(executed):
 def test_run_keeps_the_code_of_its_cells(executed, smoke_folder):
     """Classes as well, which `inspect` doesn't find in a notebook."""
     (kept,) = smoke_folder.glob("storage/runs/smoke-*/code.py")
-    code = trainkit.source.parse(kept.read_text())
+    code = trainkit.fingerprints.parse_code(kept.read_text())
     assert {"GPT2", "TrainState", "loss_fn", "SHARDING_RULES"} <= code.keys()
 
 

@@ -16,7 +16,7 @@ import tiktoken
 from accidents import wait_for
 from notebook_module import code_cells
 
-import trainkit.tokens
+import trainkit.token_files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def test_builtin_text_byte_for_byte(tutorial, cluster, small):
     manifest = tutorial.prepare_dataset(config)
     assert written(config) == reference_bins(list(topics.values()), 0.1)
     assert manifest["tokens"]["train"] * 2 == len(written(config)["train"])
-    trainkit.tokens.check(config)
+    trainkit.token_files.check(config)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -128,3 +129,30 @@ def test_a_bar_that_is_open_at_the_end_does_no_harm():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "closed\n"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("max_skipped_steps", [0, 3])
+def test_a_validation_loss_that_is_no_number_stops_the_run(
+    small, value, max_skipped_steps
+):
+    """Or its checkpoint would be saved, and be the best: NaN sorts before any number."""
+    config = small(max_skipped_steps=max_skipped_steps)
+    config.run_path.mkdir(parents=True)
+    good = {"loss": 1.0, "grad_norm": 1.0}
+    assert not trainkit.run_log.has_diverged(
+        config, {4: good | {"val_loss": 1.0}, 5: good}
+    )
+    skipped = {"skipped_in_a_row": 1} if max_skipped_steps else {}
+    bad = good | skipped | {"val_loss": value}
+    assert trainkit.run_log.has_diverged(config, {6: good, 7: bad})
+    note = (config.run_path / "diverged.txt").read_text()
+    assert "step 7" in note and "val_loss" in note
+
+
+@pytest.mark.parametrize(
+    "n, text",
+    [(0, "0 B"), (1000, "0.977 KiB"), (2**20, "1 MiB"), (1010 * 2**30, "0.986 TiB")],
+)
+def test_sizes_are_never_written_with_an_exponent(n, text):
+    assert trainkit.run_log.format_bytes(n) == text

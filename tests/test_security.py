@@ -12,8 +12,7 @@ from notebook_module import code_cells
 
 import trainkit.config
 import trainkit.corpus
-import trainkit.tokens
-import trainkit.watch
+import trainkit.token_files
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,11 +57,11 @@ def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path, empty
     attempts = [
         lambda: trainkit.config.load_config(ROOT / "configs/smoke.yaml", wrong=1),
         lambda: trainkit.corpus.load(small(dataset="nobody/nothing")),
-        lambda: trainkit.watch.check_storage(small(storage_path=storage)),
+        lambda: trainkit.workers.check_storage(small(storage_path=storage)),
         lambda: trainkit.workers.check_resources(
             small(num_workers=4, cpus_per_worker=999.0)
         ),
-        lambda: trainkit.tokens.open_tokens(small(), "train"),
+        lambda: trainkit.token_files.open_tokens(small(), "train"),
     ]
     for attempt in attempts:
         with pytest.raises((ValueError, OSError, RuntimeError)) as error:

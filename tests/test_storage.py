@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,8 +24,7 @@ from accidents import (
 from conftest import start_ray, stop_ray
 
 import trainkit.checkpoints
-import trainkit.records
-import trainkit.watch
+import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,13 +37,19 @@ def answers(port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def bucket():
+def requests(tmp_path_factory) -> Path:
+    """What the S3 server was asked for."""
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def bucket(requests):
     """The URL of an empty bucket, which this process and the cluster's may write to."""
     port = free_port()
     server = subprocess.Popen(
         [Path(sys.executable).with_name("moto_server"), "-p", str(port)],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=requests.open("wb"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -124,19 +130,25 @@ def kill_while_writing(rank: int):
     return harm
 
 
-def test_save_kill_resume_prune(tutorial, reference, bucket):
+def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
-    trainkit.watch.check_storage(config)
+    trainkit.workers.check_storage(config)
     accident = Accidents(config, (at_step(14), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 
+    # The two workers of a node share a download, once a restart.
+    fetched = re.findall(
+        r"GET /models/runs/killed/step_\d+/_METADATA ", requests.read_text()
+    )
+    assert len(fetched) == 2
+
     # Pruned to the two best and the latest, here as there; and nothing left on the disk:
     # what the killed worker was writing has been written again.
-    saved = trainkit.records.saved(config)
-    assert saved == trainkit.records.saved(reference) and len(saved) <= 3
+    saved = trainkit.checkpoints.list_saved(config)
+    assert saved == trainkit.checkpoints.list_saved(reference) and len(saved) <= 3
     assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
 
     model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
@@ -160,4 +172,4 @@ def test_damaged_checkpoint_in_a_store(tutorial, reference, bucket):
 
 def test_bucket_that_does_not_exist(bucket, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
-        trainkit.watch.check_storage(small(storage_path="s3://nowhere/runs"))
+        trainkit.workers.check_storage(small(storage_path="s3://nowhere/runs"))

@@ -129,9 +129,11 @@ def test_a_tpu_host_by_itself_runs_on_its_own_chips(
     tpu_cluster.add_node(num_cpus=1, resources={"TPU": 8})
     tpu_cluster.wait_for_nodes()
     with pytest.raises(RuntimeError, match="topology: null, .* devices_per_worker: 8"):
-        trainkit.workers.complete(small_model(tmp_path))  # of a 4x4 slice
+        trainkit.workers.with_num_workers(small_model(tmp_path))  # of a 4x4 slice
     alone = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
-    config = trainkit.workers.complete(small_model(tmp_path, max_steps=3, **alone))
+    config = trainkit.workers.with_num_workers(
+        small_model(tmp_path, max_steps=3, **alone)
+    )
     assert config.num_workers == 1
     write_bins(config, val_tokens=1_001)
     trainkit.workers.check_resources(config)

@@ -9,7 +9,6 @@ import torch
 from samples import run, windows_for
 
 import trainkit.huggingface
-import trainkit.weights
 
 
 def test_learning_rate_is_nanogpts(tutorial, small):
@@ -58,7 +57,7 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3), step
     assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
     theirs = dict(peer.named_parameters())
-    for name, array in trainkit.weights.tensors(config, state.params).items():
+    for name, array in trainkit.huggingface.to_tensors(config, state.params).items():
         difference = np.linalg.norm(array - theirs[name].detach().numpy())
         # 0.0015 at most when measured; 0.1 when biases were decayed, too.
         assert difference < 0.01 * np.linalg.norm(array), name
@@ -70,7 +69,8 @@ def torch_model(config, params):
 
     model = transformers.GPT2LMHeadModel(trainkit.huggingface.their_config(config))
     tensors = {
-        k: torch.tensor(v) for k, v in trainkit.weights.tensors(config, params).items()
+        k: torch.tensor(v)
+        for k, v in trainkit.huggingface.to_tensors(config, params).items()
     }
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected  # tied to wte

@@ -8,7 +8,7 @@ import pytest
 from accidents import batches_of, log_of, losses_of_one_process
 
 import trainkit.devices
-import trainkit.tokens
+import trainkit.token_files
 
 
 def read(dataset):
@@ -73,7 +73,7 @@ def test_a_long_run_reads_its_windows_in_parts(
     config = write_bins(small(max_steps=11))
     mesh = trainkit.devices.make_mesh(config)
     whole = list(batches_of(tutorial, config, mesh, first_step=2))
-    monkeypatch.setattr(trainkit.tokens, "WINDOWS_AT_ONCE", 4 * config.batch_size)
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", 4 * config.batch_size)
     made, make = [], tutorial.make_token_dataset
     monkeypatch.setattr(
         tutorial, "make_token_dataset", lambda *a: made.append(a[2]) or make(*a)
@@ -121,15 +121,15 @@ def test_the_loop_reads_its_windows_in_parts(tutorial, cluster, small, write_bin
     notes, train_loop = config.run_path / "read", tutorial.train_loop_per_worker
 
     def loop(settings):
-        trainkit.tokens.WINDOWS_AT_ONCE = 4 * config.batch_size
-        count_windows = trainkit.tokens.count_windows
+        trainkit.token_files.WINDOWS_AT_ONCE = 4 * config.batch_size
+        count_windows = trainkit.token_files.count_windows
 
         def note(config, split):
             with notes.open("a") as file:
                 file.write(f"{split}\n")
             return count_windows(config, split)
 
-        trainkit.tokens.count_windows = note
+        trainkit.token_files.count_windows = note
         train_loop(settings)
 
     assert tutorial.make_trainer(config, loop).fit().error is None

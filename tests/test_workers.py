@@ -15,7 +15,7 @@ import ray
 import ray.train
 from accidents import log_of, losses_of_one_process, wait_for
 
-import trainkit.memory
+import trainkit.launch
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +76,9 @@ def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins
 
 def test_workers_are_as_many_as_the_cluster_has_room_for(cluster, small, capsys):
     def complete(**changes):
-        return trainkit.workers.complete(small(platform="gpu", **changes)).num_workers
+        return trainkit.workers.with_num_workers(
+            small(platform="gpu", **changes)
+        ).num_workers
 
     assert complete() == 2 and complete(num_workers=1) == 1
     assert complete(devices_per_worker=2) == 1
@@ -90,10 +92,12 @@ def test_workers_are_as_many_as_the_cluster_has_room_for(cluster, small, capsys)
         complete(devices_per_worker=3)
     with pytest.raises(RuntimeError, match="room for 0 workers"):
         complete(accelerator_type="H100")
-    assert trainkit.workers.complete(small()).num_workers == 1  # on CPUs
+    assert trainkit.workers.with_num_workers(small()).num_workers == 1  # on CPUs
 
 
-def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
+def loop_with_played_gpus(
+    tutorial, config, own_gpus=trainkit.workers.use_assigned_gpus
+):
     """The notebook's loop on workers whose GPUs are CPUs that JAX takes for CUDA's.
 
     Each notes which GPUs it would see: CUDA decides when JAX first asks for a device.
@@ -113,7 +117,7 @@ def loop_with_played_gpus(tutorial, config, own_gpus=trainkit.workers.own_gpus):
 
         hardware_utils.has_visible_nvidia_gpu = lambda: True
         xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
-        trainkit.workers.own_gpus = own_gpus
+        trainkit.workers.use_assigned_gpus = own_gpus
         train_loop(settings)
 
     return loop
@@ -212,7 +216,7 @@ def test_workers_that_do_not_see_one_another_are_refused(small, monkeypatch):
     context = SimpleNamespace(get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
-        trainkit.workers.join(dataclasses.asdict(small()))
+        trainkit.workers.start_worker(dataclasses.asdict(small()))
 
 
 @pytest.mark.parametrize("capability", ["7.0", "7.5", "8.0", "8.9", "10.0", "12.1"])
@@ -232,7 +236,6 @@ def test_gpus_that_lack_bfloat16_are_refused(capability):
         assert f"{key}: {value}" in str(error.value)
     other = dataclasses.replace(stories, **advised, num_workers=1)
     check(other, gpu)
-    assert sum(trainkit.memory.count(other).values()) < 14 * 2**30
 
 
 def test_address_of_a_cluster_that_is_gone(monkeypatch):
@@ -260,3 +263,34 @@ def test_batch_sizes_that_divide_badly_are_named(small):
         assert not trainkit.workers.better_batch_sizes(
             small(batch_size=good, **machine)
         )
+
+
+def test_storage_that_cannot_be_written(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="storage_path"):
+        trainkit.workers.check_storage(small(storage_path=str(tmp_path / "file")))
+
+
+def test_workers_find_the_probe_of_this_start(cluster, small):
+    config = small()
+    with pytest.raises(RuntimeError, match="another folder on this node"):
+        trainkit.workers.check_storage_is_shared(config)
+    trainkit.workers.check_storage(config)
+    trainkit.workers.check_storage_is_shared(config)
+    probe, _ = trainkit.workers.storage_probe(config)
+    probe.write_text("of an earlier start")
+    with pytest.raises(RuntimeError, match="another folder on this node"):
+        trainkit.workers.check_storage_is_shared(config)
+
+
+def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch):
+    """The first communication, in which a bad network hangs, is there."""
+    watched = []
+    monkeypatch.setattr(trainkit.workers, "Watchdog", watched.append)
+
+    def join(settings):
+        raise TimeoutError(watched[0])
+
+    monkeypatch.setattr(trainkit.workers, "start_worker", join)
+    with pytest.raises(TimeoutError, match="12.5"):
+        tutorial.train_loop_per_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))

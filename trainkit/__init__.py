@@ -1,28 +1,21 @@
 """The tools that the notebook README.ipynb calls; each module does what its name says.
 
-source       the source of functions that decide a result
-storage      storage that fails for a moment; what tells files apart
-checks       which configurations are refused, and why
-pretrained   where published weights lie, and which shape they have
-config       what decides a run: TrainingConfig, load_config
-corpus       documents: from the hub, from files, or built in
-tokens       train.bin and val.bin, and the order of their windows
-lease        one launch of a run at a time
-devices      the mesh of all devices, and batches on it
-memory       what a step needs of it, and what to do when it runs out
-layers       attention kernels, scanned blocks
-loss         logits and cross-entropy, in parts
-records      which checkpoints a run has, and whether it may go on
-checkpoints  save, restore, refuse
-watch        shared storage, divergence, the watchdog
-workers      resources, environment, the right GPUs, joining
-run_log      metrics.jsonl, TensorBoard, MFU, profile
-generate     text, with a cache
-weights      published weights in, under Hugging Face's names
-huggingface  the trained model out
+config        what decides a run: TrainingConfig, load_config, and what is refused
+fingerprints  what tells files from others, and code from other code
+corpus        documents: from the hub, from files, or built in
+token_files   train.bin and val.bin, and the order of their windows
+devices       the mesh of all devices, batches and gradients on it
+layers        attention kernels, scanned blocks, the loss in parts
+huggingface   published weights in, the trained model out
+checkpoints   save, restore, refuse; which are whole
+run_log       metrics.jsonl, TensorBoard, MFU, profile, divergence
+workers       resources, environment, the right GPUs, how each starts and is watched
+launch        whether a launch may go on: one at a time, the same recipe, code, and tokens
+generate      text, with a cache
 
-Imports point one way, from the lower modules of this list to the upper ones. Nothing here
-imports the notebook: what needs the model takes it as an argument.
+Imports point one way, from the lower modules of this list to the upper ones; only to start
+from published weights does `config` ask `huggingface` for their shape. Nothing here imports
+the notebook: what needs the model takes it as an argument.
 """
 
 import importlib.metadata

@@ -1,35 +1,56 @@
-"""Save and restore a run's state, and refuse what is damaged.
+"""Save and restore a run's state; which checkpoints are whole, and which are refused.
 
 A checkpoint holds all that a run needs to go on as if nothing had happened: parameters,
 optimizer state, step, and, as metadata, the configuration. Orbax writes it in the
 background, every worker its own shards. On a file system that all nodes share, the shards
-go straight into the run's folder. For an object store, such as S3, each worker writes its
-shards to a folder of its own, and the folders add up to a whole checkpoint when they are
-uploaded. `ray.train.report` records a checkpoint once all workers are done with it, and
-Ray Train then deletes those that are no longer needed. A run that restarts takes the
-newest whole checkpoint on storage, whatever Ray has on record (`trainkit.records`).
+go straight into the run's folder, which gets its name once all are there. For an object
+store, such as S3, where nothing can be renamed, each worker writes its shards to a folder of
+its own, uploads them, and adds a mark. `ray.train.report` records a checkpoint once all
+workers are done with it, and Ray Train then deletes those that are no longer needed.
+
+A run that restarts takes the newest whole checkpoint on storage, whatever Ray has on record:
+a full disk can empty that record, and one that Ray can't read is set aside.
 """
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import logging
 import os
+import re
 import shutil
 import tempfile
+import time
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import jax
 import orbax.checkpoint as ocp
 import pyarrow.fs
 import ray.train
 import ray.train.collective
+from etils import epath
 
-from trainkit import records, storage
 from trainkit.config import TrainingConfig
+
+PAUSES = (1, 2, 4)  # seconds before the second, third, and fourth attempt
+UNSEEN_PAUSES = (*PAUSES, 8, 16, 32)  # for files that may come late, as on NFS
+PASSING = re.compile(  # in the words of TensorStore, and of the operating system
+    "UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED|RESOURCE_EXHAUSTED|"
+    "PERMISSION_DENIED|UNAUTHENTICATED|OS error|Errno|AWS Error|(?i:timed? ?out)"
+)
+MISSING = re.compile("NOT_FOUND|File not found|No such file|Checkpoint at .* not found")
+COPYING = {"chunk_size": 2**26, "use_threads": False}  # as Ray does: apache/arrow#32372
+# Listings of a bucket must not be kept: other processes write there, too.
+for protocol in ("s3", "s3a", "gs", "gcs"):
+    fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
+RECORD = "checkpoint_manager_snapshot.json"  # Ray's
 
 
 class Saved(NamedTuple):
@@ -61,14 +82,14 @@ class Checkpointer:
         """
         self.wait()
         config, name = self.config, f"step_{step:08d}"
-        stored = records.in_storage(name)
-        known = name <= self.recorded and name in records.on_record()
+        stored = in_storage(name)
+        known = name <= self.recorded and name in on_record()
         written = Path(stored.path)
         if config.remote:
             written = staging(config) / str(jax.process_index()) / name
             if jax.process_index() == 0:  # before any worker writes: `orbax.save` waits
                 delete = stored.filesystem.delete_dir_contents
-                storage.patiently(delete, stored.path, missing_dir_ok=True)
+                retry(delete, stored.path, missing_dir_ok=True)
         settings = dataclasses.asdict(config)
         save_in_background(
             self.orbax, written, state, custom_metadata=settings, force=True
@@ -91,12 +112,12 @@ class Checkpointer:
         self.orbax.wait_until_finished()
         config, name = self.config, written.name
         if config.remote:
-            storage.patiently(upload, written, stored)
+            retry(upload, written, stored)
             part = jax.process_index(), jax.process_count()
-            storage.patiently(records.mark(config, name, *part).write_text, "")
+            retry(mark(config, name, *part).write_text, "")
             shutil.rmtree(written)
         if jax.process_index() == 0:
-            records.refusal(config, name).unlink(missing_ok=True)
+            refusal(config, name).unlink(missing_ok=True)
         return stored
 
     def wait(self) -> None:
@@ -125,37 +146,36 @@ class Checkpointer:
         """
         config = self.config
         self.recorded = latest = Path(recorded.path).name if recorded else ""
-        names = storage.patiently(records.saved, config, latest)[:20]
+        names = retry(list_saved, config)[:20]
         # What the first worker sees counts, in case that others don't see it yet.
         names = ray.train.collective.broadcast_from_rank_zero(names)
         if not names:
-            records.refuse_to_start_over(config)
+            refuse_to_start_over(config)
             return None
         try:
             unless = (jax.errors.JaxRuntimeError, WrongModel)  # or another worker died
-            state = storage.patiently(self.load, names[0], target, unless=unless)
+            with fetched(config, names[0]) as folder:
+                state = retry(self.load, folder, target, unless=unless)
         except Exception as error:
-            if not isinstance(error, unless) and storage.is_missing(error):
+            if not isinstance(error, unless) and is_missing(error):
                 raise FileNotFoundError(
                     f"{config.run_path / names[0]} lacks files that belong to it, or they "
                     "can't be seen yet, and nothing is refused. If they don't come back, "
                     "delete that folder: the run then goes on from the checkpoint before."
                 ) from error
-            if isinstance(error, unless) or not storage.is_damage(error):
+            if isinstance(error, unless) or not is_damage(error):
                 raise
-            raise RuntimeError(records.refuse(config, names[0], error)) from error
+            raise RuntimeError(refuse(config, names[0], error)) from error
         print(f"Going on from {config.run_path / names[0]}")
-        records.report_unrecorded(config, [name for name in names if name > latest])
+        report_unrecorded(config, [name for name in names if name > latest])
         return state
 
-    def load(self, name: str, target: Any) -> Any:
-        """The state in a checkpoint, which is downloaded from an object store."""
-        with records.in_storage(name).as_directory() as folder:
-            found = self.orbax.metadata(folder).item_metadata
-            check_shapes(
-                found.tree if found else {}, target, self.config.run_path / name
-            )
-            return read(self.orbax, folder, target)
+    def load(self, folder: Path, target: Any) -> Any:
+        """The state in a checkpoint that this node sees."""
+        found = self.orbax.metadata(folder).item_metadata
+        place = self.config.run_path / folder.name
+        check_shapes(found.tree if found else {}, target, place)
+        return read(self.orbax, folder, target)
 
 
 class WrongModel(ValueError):
@@ -202,13 +222,34 @@ def staging(config: TrainingConfig) -> Path:
 
 def upload(folder: Path, checkpoint: ray.train.Checkpoint) -> None:
     """Copy a folder's files to where `checkpoint` is, in an object store."""
+    filesystem = checkpoint.filesystem
     pyarrow.fs.copy_files(
-        str(folder),
-        checkpoint.path,
-        destination_filesystem=checkpoint.filesystem,
-        chunk_size=2**26,  # bytes; as Ray does
-        use_threads=False,  # as Ray does: apache/arrow#32372
+        str(folder), checkpoint.path, destination_filesystem=filesystem, **COPYING
     )
+
+
+@contextlib.contextmanager
+def fetched(config: TrainingConfig, name: str) -> Iterator[Path]:
+    """The folder of a checkpoint; from an object store, a copy that a node's workers share.
+
+    All workers enter and leave it together.
+    """
+    stored = in_storage(name)
+    if not config.remote:
+        yield Path(stored.path)
+        return
+    folder = staging(config) / "fetched" / name
+    first = ray.train.get_context().get_local_rank() == 0
+    if first:
+        folder.mkdir(parents=True)
+        filesystem = stored.filesystem
+        copy = pyarrow.fs.copy_files
+        retry(copy, stored.path, str(folder), source_filesystem=filesystem, **COPYING)
+    ray.train.collective.barrier()
+    yield folder
+    ray.train.collective.barrier()
+    if first:
+        shutil.rmtree(folder)
 
 
 def create_orbax(config: TrainingConfig) -> ocp.AsyncCheckpointer:
@@ -296,3 +337,216 @@ def load_params(
         )
         state = read(orbax, folder, {"params": target}, partial_restore=True)
     return config, state["params"]
+
+
+def list_saved(config: TrainingConfig) -> list[str]:
+    """The names of the run's whole checkpoints that aren't refused, newest first."""
+    names = [
+        name for name in list_folders(config) if not refusal(config, name).exists()
+    ]
+    marked = whole(config) if config.remote else names
+    return [name for name in names if name in marked]
+
+
+def list_folders(config: TrainingConfig) -> list[str]:
+    """The names of all the run's checkpoints, whole or not, newest first."""
+    names = (path.name for path in config.run_path.glob("step_*"))
+    return sorted((n for n in names if re.fullmatch(r"step_\d+", n)), reverse=True)
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint with that name."""
+    return int(re.search(r"\d+", name)[0])
+
+
+def mark(config: TrainingConfig, name: str, part: int, parts: int) -> epath.Path:
+    """The empty object that says: this worker's part of a checkpoint is there."""
+    return config.run_path / name / f"part-{part}-of-{parts}"
+
+
+def whole(config: TrainingConfig) -> set[str]:
+    """The checkpoints in an object store that have the marks of all workers."""
+    marks = defaultdict(set)
+    for path in config.run_path.glob("step_*/part-*-of-*"):
+        _, part, _, parts = path.name.split("-")
+        marks[path.parent.name, int(parts)].add(int(part))
+    return {name for (name, parts), found in marks.items() if len(found) == parts}
+
+
+def refusal(config: TrainingConfig, name: str) -> epath.Path:
+    """The note that keeps a checkpoint from being used."""
+    return config.run_path / f"{name}.refused"
+
+
+def refuse(config: TrainingConfig, name: str, error: Exception) -> str:
+    """Keep a damaged checkpoint from being used; return a message that says so."""
+    note = refusal(config, name)
+    message = f"Cannot restore {config.run_path / name}, which is damaged: {error}"
+    note.write_text(message)
+    return (
+        f"{message}\nThe next start takes the checkpoint before it. To try this one "
+        f"again, delete {note}."
+    )
+
+
+def refuse_to_start_over(config: TrainingConfig) -> None:
+    """Raise if the run has checkpoints, but only refused ones.
+
+    Raises:
+        RuntimeError: with what to do.
+    """
+    if any(refusal(config, name).exists() for name in list_folders(config)):
+        raise RuntimeError(
+            f"No checkpoint in {config.run_path} can be restored; the files "
+            "step_*.refused say why. Delete these files to try again, or that folder "
+            "to start over."
+        )
+
+
+def settings_of(config: TrainingConfig, name: str) -> dict:
+    """The configuration in a checkpoint, as it was saved; empty if it can't be read."""
+    try:
+        text = (config.run_path / name / "_CHECKPOINT_METADATA").read_text()
+        return json.loads(text)["custom_metadata"] or {}
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def read_log(config: TrainingConfig) -> dict[int, dict]:
+    """The lines of the run's log by step; a line that was cut off isn't among them."""
+    path, lines = config.run_path / "metrics.jsonl", {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            lines[line["step"]] = line
+    return lines
+
+
+def check_record(config: TrainingConfig) -> None:
+    """Set Ray's record of the run's checkpoints aside if Ray couldn't go on with it.
+
+    That is a record that is empty or cut off, as a full disk leaves it, or that names a
+    checkpoint that isn't there or is refused.
+    """
+    record = config.run_path / RECORD
+    if not record.exists() or not (reason := why_unusable(config)):
+        return
+    aside = record.with_suffix(".aside")
+    record.replace(aside)
+    newest = next(
+        iter(list_saved(config)), "the start: no whole checkpoint is on storage"
+    )
+    print(
+        f"Ray's record of the checkpoints can't be used: {reason}. It is now {aside}."
+    )
+    print(f"The run goes on from {newest}.")
+
+
+def why_unusable(config: TrainingConfig) -> str | None:
+    """Why Ray can't use its record of the run's checkpoints; None if it can."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.INFO))  # Ray tells at length that there is one
+    try:
+        result = ray.train.Result.from_path(str(config.run_path))
+    except Exception as error:
+        return str(error).partition(". ")[0]  # and not Ray's advice to start over
+    finally:
+        logging.disable(before)
+    recorded = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
+    for name in (path.rpartition("/")[2] for path in recorded):
+        if refusal(config, name).exists():
+            return f"it names {name}, which is refused"
+    return None
+
+
+def in_storage(name: str) -> ray.train.Checkpoint:
+    """The checkpoint of that name in the run's folder, whether it exists or not.
+
+    Ray has no stable call that says where a checkpoint will be: `get_storage` is marked
+    DeveloperAPI, and what it returns may change with Ray's version, which is pinned.
+    """
+    storage = ray.train.get_context().get_storage()
+    path = storage.build_checkpoint_path_from_name(name)
+    return ray.train.Checkpoint(path, storage.storage_filesystem)
+
+
+def on_record() -> set[str]:
+    """The names of the checkpoints that Ray has on record."""
+    reported = ray.train.get_all_reported_checkpoints()
+    return {each.checkpoint.path.rpartition("/")[2] for each in reported}
+
+
+def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
+    """Tell Ray of whole checkpoints that it doesn't know, the oldest first.
+
+    A worker may die, or Ray's record may be lost, between the end of a save and its report.
+    """
+    lines = read_log(config) if names else {}
+    for name in sorted(names):
+        step = step_of(name)
+        ray.train.report(
+            lines.get(step, {"step": step}),
+            checkpoint=in_storage(name),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+
+def retry(
+    function: Callable, *args, unless: tuple[type[Exception], ...] = (), **options
+) -> Any:
+    """The result of `function`, which is called up to four times while it raises.
+
+    While what it reads can't be seen, it is called for a minute.
+
+    Args:
+        unless: exceptions that another attempt can't help.
+
+    Raises:
+        Exception: what the last attempt raised.
+    """
+    for attempt in itertools.count():
+        try:
+            return function(*args, **options)
+        except unless:
+            raise
+        except Exception as error:
+            pauses = UNSEEN_PAUSES if is_missing(error) else PAUSES
+            if attempt >= len(pauses):
+                raise
+            name = getattr(function, "__name__", function)
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            print(f"{name} failed; again in {pauses[attempt]} s ({reason})")
+            time.sleep(pauses[attempt])
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """`error`, and what it came from."""
+    found = []
+    while error and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether `error` says that a file isn't there, or can't be seen yet."""
+    return any(
+        isinstance(cause, FileNotFoundError) or MISSING.search(str(cause))
+        for cause in causes(error)
+    )
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether `error`, from reading a file, says that what was read is damaged.
+
+    A file that isn't there may come; a file server that doesn't answer, or a full disk,
+    says nothing about the file.
+    """
+    if is_missing(error):
+        return False
+    for cause in causes(error):
+        if isinstance(cause, OSError) or PASSING.search(str(cause)):
+            return False
+    kinds = (ValueError, LookupError, TypeError, EOFError)
+    return any(isinstance(cause, kinds) for cause in causes(error))

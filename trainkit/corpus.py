@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 import datasets
 import pyarrow.parquet
 
-from trainkit import source, storage
+from trainkit import fingerprints
 
 FILE_FORMATS = {
     ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),  # one a file
@@ -109,11 +109,13 @@ def load_files(files: list[str], config) -> datasets.Dataset:
         return datasets.load_dataset(builder, data_files=names, **options)
     except Exception as error:
         cause = error.__cause__ or error
-        reason = flaw(files) or f"{config.dataset} can't be read: {cause!r:.300}"
+        reason = (
+            first_unreadable(files) or f"{config.dataset} can't be read: {cause!r:.300}"
+        )
         raise ValueError(f"dataset: {reason}") from error
 
 
-def flaw(files: list[str]) -> str | None:
+def first_unreadable(files: list[str]) -> str | None:
     """The first of `files` that can't be read, with the place and what is wrong there."""
     for file in files:
         try:
@@ -236,7 +238,7 @@ def describe(config, tokenize: Callable) -> dict:
         "tokenizer": "gpt2",
         "val_fraction": config.val_fraction,
         "split_seed": SPLIT_SEED,
-        "code": source.summary(tokenize),
+        "code": fingerprints.of_code(tokenize),
     }
     if config.max_documents:
         found["max_documents"] = config.max_documents
@@ -244,7 +246,9 @@ def describe(config, tokenize: Callable) -> dict:
         f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
     )
     if files:  # your own, which may change
-        contents = zlib.crc32("".join(map(storage.digest, sorted(files))).encode())
+        contents = zlib.crc32(
+            "".join(map(fingerprints.of_file, sorted(files))).encode()
+        )
         sizes = sum(map(os.path.getsize, files))
         found |= {"files": len(files), "bytes": sizes, "digest": contents}
     return found

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from trainkit import token_files
 from trainkit.config import ModelConfig
-from trainkit.tokens import load_tokenizer
 
 
 def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
@@ -25,7 +25,7 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
-    tokenizer = load_tokenizer()
+    tokenizer = token_files.load_tokenizer()
     if model.config.vocab_size != tokenizer.n_vocab:
         raise ValueError(
             f"vocab_size: the model has {model.config.vocab_size:,} tokens, and GPT-2's "

@@ -1,4 +1,4 @@
-"""The run's log: metrics.jsonl, TensorBoard, a progress bar, MFU, and a profile.
+"""The run's log: metrics.jsonl, TensorBoard, a progress bar, MFU, a profile, divergence.
 
 The first worker writes each logged step into the run's folder, where you can read it while
 the run goes on. `ray.train.report` is no place for that: it waits for every worker and for
@@ -9,14 +9,16 @@ since no other can be moved by a process on another machine.
 import atexit
 import contextlib
 import json
+import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 from ray.experimental import tqdm_ray
 from tqdm import tqdm
 
-from trainkit import memory, records, storage, watch
+from trainkit import checkpoints
 from trainkit.config import ModelConfig, TrainingConfig
 
 # Dense bfloat16 FLOP/s a device, from the vendors' data sheets. A name's first match counts.
@@ -34,8 +36,6 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-
-
 SECONDS_BETWEEN_OBJECTS = 10
 
 
@@ -60,7 +60,7 @@ class RunLog:
         self.peak = peak_tokens_per_s(config, n_params)
         self.file = self.bar = None
         if jax.process_index() == 0:
-            print(f"{n_params:,} parameters | {memory.first_line(config, state)}")
+            print(f"{n_params:,} parameters | {describe_start(config, state)}")
             self.file = LogFile(config, step)
             self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self.bar.update(step)
@@ -81,7 +81,7 @@ class RunLog:
             line; None if the run has diverged.
         """
         recent = jax.device_get(self.recent)
-        if watch.diverged(self.config, recent):
+        if has_diverged(self.config, recent):
             return None
         step, metrics = recent.popitem()
         tokens = self.config.batch_size * self.config.block_size
@@ -96,6 +96,7 @@ class RunLog:
             self.file.append(line)
             if step == self.config.max_steps:
                 self.bar.close()
+                self.file.close()
             print(format_line(line))
         return line
 
@@ -105,13 +106,15 @@ class LogFile:
 
     A run that starts again may repeat a few steps. What the log says about them is
     dropped, so each step is in it once. An object in a store can't grow: it is written
-    anew, with all lines, at each evaluation and every few seconds in between.
+    anew, with all lines, at each evaluation and every few seconds in between, in a thread
+    that doesn't hold up the step.
     """
 
     def __init__(self, config: TrainingConfig, step: int):
         self.path, self.remote = config.run_path / "metrics.jsonl", config.remote
         self.board, self.written = None, time.monotonic()
-        lines = storage.patiently(records.logged, config)
+        self.thread, self.writing = ThreadPoolExecutor(1), None
+        lines = checkpoints.retry(checkpoints.read_log, config)
         kept = [json.dumps(lines[n]) + "\n" for n in sorted(lines) if n <= step]
         self.text = "".join(kept)
         if lines:
@@ -132,8 +135,10 @@ class LogFile:
         self.text += text
         if self.remote:
             waited = time.monotonic() - self.written
-            if "val_loss" in line or waited >= SECONDS_BETWEEN_OBJECTS:
-                self.write_object()
+            idle = self.writing is None or self.writing.done()
+            if idle and ("val_loss" in line or waited >= SECONDS_BETWEEN_OBJECTS):
+                self.written = time.monotonic()
+                self.writing = self.thread.submit(self.write_object)
             return
         with self.path.open("a") as file:
             file.write(text)
@@ -143,10 +148,15 @@ class LogFile:
     def write_object(self) -> None:
         """Write all lines; if that fails, the run goes on, and the next time counts."""
         try:
-            storage.patiently(self.path.write_text, self.text)
+            checkpoints.retry(self.path.write_text, self.text)
         except Exception as error:
             print(f"Cannot write {self.path} now, but later with more lines: {error}")
-        self.written = time.monotonic()
+
+    def close(self) -> None:
+        """Write what isn't written yet."""
+        self.thread.shutdown()
+        if self.remote:
+            self.write_object()
 
 
 def format_line(line: dict) -> str:
@@ -200,3 +210,60 @@ def close_bars() -> None:
     """
     for bar in list(tqdm._instances):
         bar.close()
+
+
+def has_diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
+    """Whether a loss or gradient is infinite or not a number; if so, leave a note.
+
+    Such a run never recovers, and must not overwrite good checkpoints. All workers see the
+    same numbers, so they stop together.
+
+    Args:
+        recent: the metrics of the steps since the last call.
+    """
+    for step, metrics in recent.items():
+        names = ("loss", "grad_norm", "val_loss")
+        values = {name: float(metrics[name]) for name in names if name in metrics}
+        in_a_row = int(metrics.get("skipped_in_a_row", 0))
+        if all(map(math.isfinite, values.values())):
+            continue
+        skipped = 0 < in_a_row <= config.max_skipped_steps
+        if skipped and math.isfinite(values.get("val_loss", 0)):
+            print(f"step {step}: skipped, {values}")
+            continue
+        last = next(iter(checkpoints.list_saved(config)), "none yet")
+        message = f"Diverged at step {step}: {values}. Last good checkpoint: {last}."
+        (config.run_path / "diverged.txt").write_text(message)
+        return True
+    return False
+
+
+def refuse_diverged(config: TrainingConfig) -> None:
+    """Raise if the run has diverged: it would do so again.
+
+    Raises:
+        FloatingPointError: with the step, the numbers, and the last good checkpoint.
+    """
+    note = config.run_path / "diverged.txt"
+    if note.exists():
+        raise FloatingPointError(f"{note.read_text()} To try again, delete {note}.")
+
+
+def describe_start(config: TrainingConfig, state: Any) -> str:
+    """How a batch is divided, and what each device holds of it and of `state`."""
+    shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
+    parts, windows = config.micro_batches, config.device_windows
+    batch = windows * (config.block_size + 1) * 2  # uint16
+    return (
+        f"{config.batch_size * config.block_size:,} tokens a step | on each of "
+        f"{jax.device_count()} devices: {windows} windows as {parts} x {windows // parts}, "
+        f"state {format_bytes(sum(shards))}, batch {format_bytes(batch)}"
+    )
+
+
+def format_bytes(n: float) -> str:
+    """A number of bytes for people, such as 1.4 GiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while n >= 999.5 and len(units) > 1:  # or it would be 1e+03
+        n, units = n / 1024, units[1:]
+    return f"{n:.3g} {units[0]}"

@@ -1,22 +1,24 @@
-"""What a worker needs: resources, environment variables, its own GPUs, and the others."""
+"""The workers: what they ask of the cluster, and how each starts and is watched."""
 
 import dataclasses
+import faulthandler
 import glob
 import math
 import os
 import re
 import socket
+import sys
 import zlib
 
 import jax
 import numpy as np
 import ray
 import ray.train
+from etils import epath
 from jax.experimental import multihost_utils
 
-from trainkit import checks, watch
-from trainkit.config import TrainingConfig
-from trainkit.devices import make_mesh
+from trainkit import devices
+from trainkit.config import TrainingConfig, most_workers
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
@@ -39,7 +41,7 @@ def check_address() -> None:
         ) from error
 
 
-def complete(config: TrainingConfig) -> TrainingConfig:
+def with_num_workers(config: TrainingConfig) -> TrainingConfig:
     """`config` with `num_workers`; if it has none, the most that the cluster has room for.
 
     Some devices stay idle, and a printed line says so, if all of them can't share a batch.
@@ -67,7 +69,7 @@ def complete(config: TrainingConfig) -> TrainingConfig:
             "and autoscaling: true."
             + (alone if config.platform == "tpu" and chips else "")
         )
-    workers = checks.most_workers(config, room)
+    workers = most_workers(config, room)
     if workers and workers < room:
         print(
             f"{workers} workers of {room} that the cluster has room for share a batch."
@@ -86,7 +88,7 @@ def count_room(config: TrainingConfig) -> int:
     return sum(int(x.get(kind, 0)) // config.devices_per_worker for x in fitting)
 
 
-def division(config: TrainingConfig) -> dict[str, int | str]:
+def describe_split(config: TrainingConfig) -> dict[str, int | str]:
     """How the workers that `config` asks for share a batch."""
     mesh = config.mesh_shape(config.worker_range[1])
     parts, windows = config.micro_batches, config.device_windows
@@ -106,7 +108,7 @@ def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
     Raises:
         RuntimeError, ValueError: as `complete` says.
     """
-    config = complete(config)
+    config = with_num_workers(config)
     needs = {
         "cpu": {"CPU": config.cpus_per_worker},
         "gpu": {"CPU": config.cpus_per_worker, "GPU": config.devices_per_worker},
@@ -130,7 +132,7 @@ def check_resources(config: TrainingConfig) -> None:
     Raises:
         RuntimeError: with what is missing, and what to change.
     """
-    config, available = complete(config), ray.cluster_resources()
+    config, available = with_num_workers(config), ray.cluster_resources()
     workers = config.worker_range[0]
     each = {"CPU": 0} | scaling_config(config).resources_per_worker
     needs = {k: n * workers for k, n in each.items()}
@@ -234,7 +236,7 @@ def library_path(path: str) -> str:
     return ":".join([*kept, "/usr/local/nvidia/lib64"])  # where GKE keeps its driver
 
 
-def own_gpus() -> None:
+def use_assigned_gpus() -> None:
     """Let this process see the GPUs that Ray assigned to it, and no others.
 
     Ray 2.60 assigns every worker its GPUs, but its JAX backend then numbers them from 0,
@@ -278,7 +280,7 @@ def check_gpus_are_not_shared() -> None:
         raise RuntimeError(f"Another worker of this node uses GPU {mine} as well")
 
 
-def join(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
+def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     """Start as one of the workers: take the right devices, and see the others' devices.
 
     An elastic run may have fewer workers than it asked for, so their number is Ray's.
@@ -294,13 +296,76 @@ def join(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     workers = ray.train.get_context().get_world_size()
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
     if config.platform == "gpu":
-        own_gpus()
+        use_assigned_gpus()
     if jax.process_count() != workers:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
         check_generation(config, jax.local_devices()[0])
         check_gpus_are_not_shared()
-    mesh = make_mesh(config)
+    mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
-    watch.check_storage_is_shared(config)
+    check_storage_is_shared(config)
     return config, mesh
+
+
+def storage_probe(config: TrainingConfig) -> tuple[epath.Path, str]:
+    """A file that `check_storage` leaves in the run's folder, and what is in it."""
+    context = ray.get_runtime_context()
+    return (
+        config.run_path / ".shared",
+        f"{context.get_session_name()} {context.get_job_id()}",
+    )
+
+
+def check_storage(config: TrainingConfig) -> None:
+    """Refuse a storage path that cannot be written; leave a file there for the workers.
+
+    Raises:
+        OSError: with the path and the reason.
+    """
+    try:
+        if not config.remote:  # an object store has no folders
+            config.run_path.mkdir(parents=True, exist_ok=True)
+        probe, text = storage_probe(config)
+        probe.write_text(text)
+    except Exception as error:
+        raise OSError(
+            f"storage_path: cannot write to {config.run_path} ({error}). "
+            "Choose a folder or bucket that this user may write to."
+        ) from error
+
+
+def check_storage_is_shared(config: TrainingConfig) -> None:
+    """Fail if this worker doesn't see the folder that the run was started in.
+
+    Raises:
+        RuntimeError: the same path is another folder on this node.
+    """
+    probe, expected = storage_probe(config)
+    if not probe.exists() or probe.read_text() != expected:
+        raise RuntimeError(
+            f"storage_path: {config.storage_path} is another folder on this node than "
+            "where the run was started. Choose storage that all nodes share, or an "
+            "object store."
+        )
+
+
+class Watchdog:
+    """Ends this process when `beat` isn't called for `seconds`, and says where it hung.
+
+    A worker that hangs, on a stuck disk or network, makes all the others wait for it
+    forever. Once it has ended, Ray starts the group again. `faulthandler` waits in a thread
+    of C, so it ends the process even while other code of C holds the interpreter's lock.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.beat(0)
+
+    def beat(self, step: int) -> None:
+        """Say that `step` is done."""
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        faulthandler.cancel_dump_traceback_later()

@@ -10,10 +10,9 @@ import pytest
 from notebook_module import NOTEBOOK, load_notebook
 
 import trainkit.corpus
-import trainkit.records
-import trainkit.source
-import trainkit.storage
-import trainkit.tokens
+import trainkit.fingerprints
+import trainkit.launch
+import trainkit.token_files
 
 ROOTS = ("initial_state", "train_step", "make_token_dataset")
 
@@ -43,22 +42,22 @@ def begun(small, tutorial):
     """A configuration whose run has begun, with the notebook's own code."""
     config = small()
     config.run_path.mkdir(parents=True)
-    trainkit.records.check_code(config, roots(tutorial))
+    trainkit.launch.check_code(config, roots(tutorial))
     (config.run_path / "step_00000002").mkdir()
     return config
 
 
 def test_code_is_all_that_decides_the_result(tutorial):
-    code = trainkit.source.collect(roots(tutorial))
+    code = trainkit.fingerprints.collect_code(roots(tutorial))
     assert {"GPT2", "Attention", "MLP", "loss_fn", "create_optimizer"} <= code.keys()
     assert {"learning_rate_schedule", "TrainState", "SHARDING_RULES"} <= code.keys()
     assert not code.keys() & {"train_loop_per_worker", "evaluate", "make_trainer"}
     text = "\n\n\n".join(code.values())
-    assert trainkit.source.parse(text) == code and '"""' not in text
+    assert trainkit.fingerprints.parse_code(text) == code and '"""' not in text
 
 
 LOSS = (
-    "return loss.cross_entropy(\n        table, features, targets, config.vocab_size, "
+    "return layers.cross_entropy(\n        table, features, targets, config.vocab_size, "
     "config.loss_chunks\n    )"
 )
 CHANGES = {
@@ -79,7 +78,7 @@ CHANGES = {
 def test_changed_code_is_refused(begun, edited, name):
     """By name, with what differs, and two ways out."""
     with pytest.raises(ValueError) as error:
-        trainkit.records.check_code(begun, edited(CHANGES[name]))
+        trainkit.launch.check_code(begun, edited(CHANGES[name]))
     message = str(error.value)
     assert f"What differs is {name}:" in message
     assert "\n+" in message
@@ -96,36 +95,38 @@ def test_comments_and_formatting_are_no_change(begun, edited):
         (LOSS, LOSS.replace("\n        ", " ").replace("\n    )", "  )")),
         ("if evaluating or step %", "if step == 1 or evaluating or step %"),  # the loop
     ]
-    trainkit.records.check_code(begun, edited(*changes))
+    trainkit.launch.check_code(begun, edited(*changes))
     assert (begun.run_path / "code.py").read_text() == kept
 
 
 def test_changed_code_is_accepted_if_the_configuration_says_so(begun, edited, small):
     changed = edited(CHANGES["loss_fn"])
-    trainkit.records.check_code(small(accept_changed_code=True), changed)
-    trainkit.records.check_code(begun, changed)  # which is the run's code now
+    trainkit.launch.check_code(small(accept_changed_code=True), changed)
+    trainkit.launch.check_code(begun, changed)  # which is the run's code now
 
 
 def test_a_run_that_has_trained_nothing_may_change(begun, edited):
     (begun.run_path / "step_00000002").rmdir()
-    trainkit.records.check_code(begun, edited(CHANGES["loss_fn"]))
+    trainkit.launch.check_code(begun, edited(CHANGES["loss_fn"]))
 
 
 def test_a_run_of_an_older_version_goes_on(begun, edited):
     (begun.run_path / "code.py").unlink()
-    trainkit.records.check_code(begun, edited(CHANGES["loss_fn"]))
+    trainkit.launch.check_code(begun, edited(CHANGES["loss_fn"]))
 
 
 @pytest.mark.parametrize("max_steps, done", [(1, True), (2, True), (3, False)])
 def test_a_finished_run_says_so(begun, small, capsys, max_steps, done):
-    trainkit.records.say_if_done(small(max_steps=max_steps))
+    trainkit.launch.say_if_done(small(max_steps=max_steps))
     said = capsys.readouterr().out
     assert ("has done 2 steps" in said and "max_steps higher" in said) == done
 
 
 def test_the_launch_compares(begun, tutorial):
     """`make_trainer`, with which the page launches everything."""
-    code = trainkit.source.collect(roots(tutorial)) | {"loss_fn": "def loss_fn(): pass"}
+    code = trainkit.fingerprints.collect_code(roots(tutorial)) | {
+        "loss_fn": "def loss_fn(): pass"
+    }
     (begun.run_path / "code.py").write_text("\n\n\n".join(code.values()))
     with pytest.raises(ValueError, match="What differs is loss_fn"):
         tutorial.make_trainer(begun)
@@ -135,19 +136,19 @@ def test_other_tokens_are_refused(small, write_bins):
     """Of the same length as well."""
     config = write_bins(small())
     config.run_path.mkdir(parents=True)
-    trainkit.records.check_tokens(config)
-    path = trainkit.tokens.path_of(config, "train")
+    trainkit.launch.check_tokens(config)
+    path = trainkit.token_files.path_of(config, "train")
     ids = np.fromfile(path, np.uint16)
     ids[::-1].tofile(path)
-    trainkit.records.check_tokens(config)  # nothing is trained yet
+    trainkit.launch.check_tokens(config)  # nothing is trained yet
     (config.run_path / "step_00000002").mkdir()
     ids.tofile(path)
     with pytest.raises(ValueError, match="other tokens than .* another run_name"):
-        trainkit.records.check_tokens(config)
+        trainkit.launch.check_tokens(config)
     ids[::-1].tofile(path)
-    trainkit.records.check_tokens(config)
+    trainkit.launch.check_tokens(config)
     path.unlink()
-    trainkit.records.check_tokens(config)  # `tokens.check` says what is missing
+    trainkit.launch.check_tokens(config)  # `tokens.check` says what is missing
 
 
 def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
@@ -155,8 +156,8 @@ def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
     config, path = small(), Path(small().data_dir)
     path.mkdir(parents=True)
     found = trainkit.corpus.describe(config, tutorial.tokenize)
-    trainkit.tokens.write_manifest(path, found, 1, {})
-    assert trainkit.tokens.existing(config, found)
+    trainkit.token_files.write_manifest(path, found, 1, {})
+    assert trainkit.token_files.existing(config, found)
     edited(
         (
             "tokenizer.encode_ordinary(text), tokenizer.eot",
@@ -165,10 +166,10 @@ def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
     )
     now = trainkit.corpus.describe(config, sys.modules["tutorial"].tokenize)
     with pytest.raises(FileExistsError, match="of another source: code was"):
-        trainkit.tokens.existing(config, now)
+        trainkit.token_files.existing(config, now)
     found["code"] = found["code"].replace("Python 3", "Python 4")
-    trainkit.tokens.write_manifest(path, found, 1, {})
-    assert trainkit.tokens.existing(config, now)  # can't be compared
+    trainkit.token_files.write_manifest(path, found, 1, {})
+    assert trainkit.token_files.existing(config, now)  # can't be compared
 
 
 def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
@@ -182,12 +183,12 @@ def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
 
     path, found = Path(config.data_dir), describe()
     path.mkdir(parents=True)
-    trainkit.tokens.write_manifest(path, found, 1, {})
+    trainkit.token_files.write_manifest(path, found, 1, {})
     os.utime(text, (0, 0))
-    assert trainkit.tokens.existing(config, describe())
+    assert trainkit.token_files.existing(config, describe())
     text.write_text("to be or not to do")
     with pytest.raises(FileExistsError, match="of another source: digest was"):
-        trainkit.tokens.existing(config, describe())
+        trainkit.token_files.existing(config, describe())
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])
@@ -200,7 +201,7 @@ def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
             if place is not None:
                 file.seek(place)
                 file.write(b"x")
-        return trainkit.storage.digest(path)
+        return trainkit.fingerprints.of_file(path)
 
     places = {0, size - 1} if size else set()
     digests = [digest(), digest(size=size + 1), *map(digest, sorted(places))]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import trainkit.tokens
+import trainkit.token_files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,30 +20,30 @@ def test_half_of_the_files_stops_at_once(small, write_bins):
     config = write_bins(small())
     (Path(config.data_dir) / "val.bin").unlink()
     with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
-        trainkit.tokens.existing(config, {})
+        trainkit.token_files.existing(config, {})
 
 
 def test_a_mounted_disk_is_refused(small, monkeypatch):
     """It couldn't be replaced by the finished folder."""
     config = small()
-    assert trainkit.tokens.existing(config, {}) is None
+    assert trainkit.token_files.existing(config, {}) is None
     Path(config.data_dir).mkdir()
-    assert trainkit.tokens.existing(config, {}) is None
+    assert trainkit.token_files.existing(config, {}) is None
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
     with pytest.raises(ValueError, match="mounted disk; choose a folder in it"):
-        trainkit.tokens.existing(config, {})
+        trainkit.token_files.existing(config, {})
 
 
 def test_other_tokens_are_left_alone(small):
     config, source = small(), {"dataset": "builtin", "files": 2}
-    with trainkit.tokens.new_folder(config) as folder:
-        written = trainkit.tokens.write_manifest(folder, source, 7, {"train": 8})
-    assert trainkit.tokens.existing(config, source) == written
+    with trainkit.token_files.new_folder(config) as folder:
+        written = trainkit.token_files.write_manifest(folder, source, 7, {"train": 8})
+    assert trainkit.token_files.existing(config, source) == written
     without_files = {"dataset": "builtin"}
-    assert trainkit.tokens.existing(config, without_files) == written
+    assert trainkit.token_files.existing(config, without_files) == written
     for other in ({"dataset": "other"}, {"split_seed": 1}, source | {"files": 3}):
         with pytest.raises(FileExistsError, match="data_dir: .*Choose another"):
-            trainkit.tokens.existing(config, other)
+            trainkit.token_files.existing(config, other)
 
 
 def partial_folders(config) -> list[Path]:
@@ -55,7 +55,7 @@ def test_a_folder_appears_whole_or_not_at_all(small, error):
     config = small()
     folder = Path(config.data_dir)
     with pytest.raises(error):
-        with trainkit.tokens.new_folder(config) as new:
+        with trainkit.token_files.new_folder(config) as new:
             (new / "train.bin").touch()
             assert [new] == partial_folders(config) and not folder.exists()
             raise error
@@ -68,7 +68,7 @@ def test_a_folder_appears_whole_or_not_at_all(small, error):
         (left / "val.bin").touch()
     other_host = new.with_name(f"{new.name.replace(str(os.getpid()), '')}2-{killed}")
     other_host.mkdir()
-    with trainkit.tokens.new_folder(config) as new:
+    with trainkit.token_files.new_folder(config) as new:
         (new / "train.bin").touch()
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
     assert partial_folders(config) == [other_host]
@@ -76,16 +76,16 @@ def test_a_folder_appears_whole_or_not_at_all(small, error):
 
 PREPARE = """
 import json, pathlib, sys, time
-import trainkit.config, trainkit.tokens
+import trainkit.config, trainkit.token_files
 me, other, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 config = trainkit.config.TrainingConfig(**settings)
-with trainkit.tokens.new_folder(config) as folder:
+with trainkit.token_files.new_folder(config) as folder:
     (folder / "train.bin").write_bytes(me.encode())
     (pathlib.Path(config.data_dir).parent / me).touch()
     while not (pathlib.Path(config.data_dir).parent / other).exists():
         time.sleep(0.02)
     (folder / "val.bin").write_bytes(me.encode())
-    trainkit.tokens.write_manifest(folder, {"by": me}, 1, {})
+    trainkit.token_files.write_manifest(folder, {"by": me}, 1, {})
 """
 
 
@@ -128,12 +128,12 @@ def numpys(ids) -> bytes:
 )
 def test_other_formats_are_told_apart(small, write_bins, encode, words):
     config = write_bins(small(vocab_size=50_257))
-    trainkit.tokens.check(config)
+    trainkit.token_files.check(config)
     ids = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
-    path = trainkit.tokens.path_of(config, "val")
+    path = trainkit.token_files.path_of(config, "val")
     path.write_bytes(encode(ids))
     with pytest.raises(ValueError, match=f"{path}: expected .*uint16.*{words}"):
-        trainkit.tokens.check(config)
+        trainkit.token_files.check(config)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_unusable_files(small, write_bins, contents, words):
     path = Path(config.data_dir) / "train.bin"
     path.unlink() if contents is None else path.write_bytes(contents)
     with pytest.raises((FileNotFoundError, ValueError), match=f"train.bin.*{words}"):
-        trainkit.tokens.check(config)
+        trainkit.token_files.check(config)
 
 
 def test_token_beyond_the_vocabulary(small, write_bins):
@@ -159,35 +159,37 @@ def test_token_beyond_the_vocabulary(small, write_bins):
     with pytest.raises(
         ValueError, match="val.bin may hold token ids up to 600.*vocab_size is 521"
     ):
-        trainkit.tokens.check(config)
+        trainkit.token_files.check(config)
 
 
 def test_own_files_need_not_be_read_to_be_checked(small, write_bins):
     config = write_bins(small(vocab_size=50_257))
     np.full(400, 60_000, np.uint16).tofile(Path(config.data_dir) / "val.bin")
     with pytest.raises(ValueError, match="ids up to 60000"):
-        trainkit.tokens.check(config)
+        trainkit.token_files.check(config)
     (Path(config.data_dir) / "manifest.json").touch()
-    trainkit.tokens.check(config)
+    trainkit.token_files.check(config)
 
 
 def test_too_few_validation_windows(small, write_bins):
     config = write_bins(small(eval_steps=99))
     with pytest.raises(ValueError, match="25 windows.*396. Set one of these lower"):
-        trainkit.tokens.check(config)
+        trainkit.token_files.check(config)
 
 
 def test_a_file_that_ends_too_soon(small, write_bins):
-    path = Path(write_bins(small()).data_dir) / "train.bin"
-    with pytest.raises(OSError, match="train.bin ended.* at token 1990"):
-        trainkit.tokens.read(path, np.array([0, 1_990]), 17)
+    config = write_bins(small())
+    last = trainkit.token_files.count_windows(config, "train")
+    assert trainkit.token_files.read(config, "train", np.array([0, last - 1])).any()
+    with pytest.raises(OSError, match=f"train.bin ended.* in window {last}"):
+        trainkit.token_files.read(config, "train", np.array([0, last]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 1000, 4096, 4097])
 def test_shuffle_is_a_permutation(size):
     index = np.arange(size)
     orders = [
-        trainkit.tokens.shuffle_index(index, size, np.full(size, key))
+        trainkit.token_files.shuffle_index(index, size, np.full(size, key))
         for key in range(3)
     ]
     for order in orders:
@@ -199,7 +201,7 @@ def test_shuffle_is_a_permutation(size):
 def test_shuffle_looks_random():
     """Neighbors end up far apart, and displacement has no bias, at OpenWebText's size."""
     size, key = 8_823_810, np.zeros(20_000, np.int64)
-    order = trainkit.tokens.shuffle_index(np.arange(20_000), size, key)
+    order = trainkit.token_files.shuffle_index(np.arange(20_000), size, key)
     assert len(set(order.tolist())) == len(order)
     assert abs(order.mean() / size - 0.5) < 0.01
     gaps = np.abs(np.diff(order)) / size
@@ -209,8 +211,8 @@ def test_shuffle_looks_random():
 @pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])
 def test_stretches_are_the_steps_of_a_run(small, monkeypatch, first_step, at_once):
     config = small()  # 20 steps of 4 windows
-    monkeypatch.setattr(trainkit.tokens, "WINDOWS_AT_ONCE", at_once)
-    found = list(trainkit.tokens.stretches(config, first_step))
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", at_once)
+    found = list(trainkit.token_files.step_ranges(config, first_step))
     assert [step for steps in found for step in steps] == list(range(first_step, 20))
     assert all(len(steps) * config.batch_size < at_once + 4 for steps in found)
 
@@ -220,8 +222,8 @@ def test_data_dir_may_be_a_link(small, tmp_path):
     (tmp_path / "disk").mkdir()
     config = small(data_dir=str(tmp_path / "link"))
     Path(config.data_dir).symlink_to(tmp_path / "disk")
-    assert trainkit.tokens.existing(config, {}) is None
-    with trainkit.tokens.new_folder(config) as folder:
+    assert trainkit.token_files.existing(config, {}) is None
+    with trainkit.token_files.new_folder(config) as folder:
         (folder / "train.bin").touch()
     assert (tmp_path / "disk/train.bin").exists() and Path(config.data_dir).is_symlink()
 
@@ -230,13 +232,13 @@ def test_data_dir_that_cannot_be_made_is_refused_at_once(small, tmp_path):
     (tmp_path / "file").touch()
     config = small(data_dir=str(tmp_path / "file/data"))
     with pytest.raises(PermissionError, match="data_dir: .*file is a file. Choose"):
-        trainkit.tokens.existing(config, {})
+        trainkit.token_files.existing(config, {})
 
 
 def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
     """In a process of its own: tiktoken keeps what it has read."""
     result = subprocess.run(
-        [sys.executable, "-c", "import trainkit.tokens as t; t.load_tokenizer()"],
+        [sys.executable, "-c", "import trainkit.token_files as t; t.load_tokenizer()"],
         cwd=ROOT,
         env=os.environ
         | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"},

@@ -1,4 +1,4 @@
-"""The source of functions that decide a result, so that a change of it can be noticed.
+"""What tells a file from others, and the code that decides a result from other code.
 
 The cells of the notebook define the model, the loss, the optimizer, the train step, and the
 windows. A run that went on with others would be neither the old run nor a new one, and no
@@ -9,17 +9,37 @@ import ast
 import copy
 import dis
 import functools
+import hashlib
 import inspect
 import linecache
+import math
+import os
 import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+SAMPLE = 2**16  # bytes
 CONSTANTS = (bool, int, float, str, tuple)
 
 
-def collect(functions: tuple[Callable, ...]) -> dict[str, str]:
+def of_file(path: str | Path) -> str:
+    """What tells a file from others: a hash of its size, and of its contents.
+
+    Of more than 64 MiB, a thousand samples of 64 KiB count.
+    """
+    size, hashed = os.path.getsize(path), hashlib.blake2b(digest_size=8)
+    hashed.update(str(size).encode())
+    samples = min(math.ceil(size / SAMPLE), 1_024)
+    with open(path, "rb") as file:
+        for i in range(samples):
+            file.seek(i * max(size - SAMPLE, 0) // max(samples - 1, 1))
+            hashed.update(file.read(SAMPLE))
+    return hashed.hexdigest()
+
+
+def collect_code(functions: tuple[Callable, ...]) -> dict[str, str]:
     """The source of `functions` and of all that they use of their own module, by name."""
     module = vars(sys.modules[unwrapped(functions[0]).__module__])
     found, waiting = {}, list(map(unwrapped, functions))
@@ -38,9 +58,9 @@ def collect(functions: tuple[Callable, ...]) -> dict[str, str]:
     return {name: normal(found[name]) for name in sorted(found)}
 
 
-def summary(function: Callable) -> str:
+def of_code(function: Callable) -> str:
     """A short text that differs where the code of `function` does, for one Python."""
-    text = "".join(collect((function,)).values())
+    text = "".join(collect_code((function,)).values())
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return f"{zlib.crc32(text.encode())} on Python {version}"
 
@@ -104,7 +124,7 @@ def normal(node: ast.stmt) -> str:
     return ast.unparse(node)
 
 
-def parse(text: str) -> dict[str, str]:
+def parse_code(text: str) -> dict[str, str]:
     """The definitions in a text that `collect` gave, by name, as this Python formats it."""
     nodes = ast.parse(text).body
     names = [n.targets[0].id if isinstance(n, ast.Assign) else n.name for n in nodes]

@@ -1,6 +1,7 @@
-"""One launch of a run at a time."""
+"""Whether a launch may go on, and what helps when memory runs out."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,14 +9,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 import ray
 import ray.train
 from accidents import at_step, in_the_background, log_of, wait_for
 
-import trainkit.lease
+import trainkit.config
+import trainkit.launch
 import trainkit.run_log
-import trainkit.watch
 
 ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = {"session": "s", "job": "j", "host": "far", "process": 7, "since": "today"}
@@ -39,29 +41,29 @@ def config(small, cluster):
     ],
 )
 def test_who_may_launch(config, monkeypatch, change, seconds, refused):
-    monkeypatch.setattr(trainkit.lease.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(trainkit.launch.socket, "gethostname", lambda: "here")
     ended = subprocess.Popen(["true"])
     ended.wait()
     processes = {"ended": ended.pid, "other": os.getppid(), "this": os.getpid()}
     lease = ELSEWHERE | change
     lease["process"] = processes.get(lease["process"], lease["process"])
-    trainkit.lease.write(config, lease, seconds)
+    trainkit.launch.write_lease(config, lease, seconds)
     if not refused:
-        trainkit.watch.check_before_start(config)
-        assert trainkit.lease.read(config)["process"] == os.getpid()
+        trainkit.launch.check(config)
+        assert trainkit.launch.read_lease(config)["process"] == os.getpid()
         return
     words = (
         f"run_name: process {lease['process']} on {lease['host']} trains .*since today"
     )
     with pytest.raises(RuntimeError, match=words):
-        trainkit.watch.check_before_start(config)
+        trainkit.launch.check(config)
     assert not (config.run_path / ".shared").exists()  # the other's workers look there
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"until": 9e99}'])
 def test_lease_that_cannot_be_read_holds_nothing(config, text):
-    trainkit.lease.path_of(config).write_text(text)
-    trainkit.lease.check(config)
+    trainkit.launch.lease_path(config).write_text(text)
+    trainkit.launch.check_lease(config)
 
 
 @pytest.fixture
@@ -69,35 +71,37 @@ def worker(monkeypatch):
     """This process as the first worker."""
     context = SimpleNamespace(get_world_rank=lambda: 0)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(trainkit.lease, "PAUSE", 0.05)
+    monkeypatch.setattr(trainkit.launch, "PAUSE", 0.05)
 
 
 def test_first_worker_renews_and_ends_it(config, worker):
-    trainkit.lease.take(config)
-    with trainkit.lease.held(config):
+    trainkit.launch.take_lease(config)
+    with trainkit.launch.hold_lease(config):
         seen = set()
         wait_for(
-            lambda: seen.add(trainkit.lease.read(config)["until"]) or len(seen) > 2,
+            lambda: (
+                seen.add(trainkit.launch.read_lease(config)["until"]) or len(seen) > 2
+            ),
             what="three renewals",
         )
-    assert trainkit.lease.read(config)["until"] <= time.time()
+    assert trainkit.launch.read_lease(config)["until"] <= time.time()
 
 
 def test_lease_of_a_loop_that_fails_stays(config, worker):
     """Ray starts it again."""
-    trainkit.lease.take(config)
+    trainkit.launch.take_lease(config)
     with pytest.raises(OSError):
-        with trainkit.lease.held(config):
+        with trainkit.launch.hold_lease(config):
             raise OSError
-    assert trainkit.lease.read(config)["until"] > time.time() + 30
+    assert trainkit.launch.read_lease(config)["until"] > time.time() + 30
 
 
 def test_worker_of_a_launch_that_waited_too_long_is_refused(config, worker):
-    trainkit.lease.write(config, ELSEWHERE, 60)
+    trainkit.launch.write_lease(config, ELSEWHERE, 60)
     with pytest.raises(RuntimeError, match="process 7 on far has launched .* waited"):
-        with trainkit.lease.held(config):
+        with trainkit.launch.hold_lease(config):
             raise AssertionError
-    assert trainkit.lease.read(config)["process"] == 7
+    assert trainkit.launch.read_lease(config)["process"] == 7
 
 
 SECOND = """
@@ -148,4 +152,50 @@ def test_second_launch_is_refused_and_the_first_undisturbed(
     words = f"run_name: process {os.getpid()} on"
     assert second.returncode and words in second.stderr.splitlines()[-1]
     assert [line["step"] for line in log_of(config)] == list(range(1, 9))
-    assert trainkit.lease.read(config)["until"] <= time.time()
+    assert trainkit.launch.read_lease(config)["until"] <= time.time()
+
+
+def test_a_diverged_run_is_not_started_again(cluster, small):
+    """Until a person says so, by deleting the note."""
+    config = small()
+    trainkit.launch.check(config)
+    nan = {1: {"loss": 3.0, "grad_norm": 1.0}, 2: {"loss": 3.0, "grad_norm": math.nan}}
+    assert trainkit.run_log.has_diverged(config, nan)
+    with pytest.raises(FloatingPointError, match="at step 2.*nan.*none yet.*delete"):
+        trainkit.launch.check(config)
+    (config.run_path / "diverged.txt").unlink()
+    trainkit.launch.check(config)
+
+
+def test_keys_that_help_are_named_and_can_be_set():
+    """In order, each as it could stand in the file."""
+
+    def keys(**changes):
+        config = trainkit.config.load_config(ROOT / "configs/gpt2-124m.yaml", **changes)
+        said = trainkit.launch.memory_advice(config)
+        return said.partition("first: ")[2].partition(". The run")[0].split("; ")
+
+    assert keys(num_workers=8) == ["device_batch_size: 15", "loss_chunks: 4", "fsdp: 8"]
+    alone = keys(num_workers=1, attention="xla", device_batch_size=1)
+    assert alone == ["attention: cudnn", "loss_chunks: 4", "scan_layers: true"]
+    least = {"num_workers": 1, "device_batch_size": 1, "loss_chunks": 1_024}
+    assert keys(**least, scan_layers=True) == [
+        "a higher fsdp or tensor_parallel, on more devices"
+    ]
+
+
+def test_worker_that_runs_out_of_memory_says_what_helps(tutorial, cluster, small):
+    """Memory that no machine has; XLA raises what it raises on a GPU."""
+
+    def loop(settings):
+        jax.block_until_ready(jax.numpy.zeros(2**44))
+
+    config = small(max_failures=0)
+    with pytest.raises(ray.train.TrainingFailedError) as error:
+        tutorial.make_trainer(config, loop).fit()
+    for words in (
+        "Out of memory allocating",
+        "too little memory",
+        "device_batch_size: 2",
+    ):
+        assert words in str(error.value)

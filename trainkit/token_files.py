@@ -22,9 +22,9 @@ import ray.data
 import tiktoken
 from tqdm import tqdm
 
-from trainkit import storage
+from trainkit import fingerprints
 
-WINDOWS_AT_ONCE = 2**20  # Ray Data plans all tasks of a dataset before the first starts
+WINDOWS_AT_ONCE = 2**20  # that Ray Data plans
 LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
 
@@ -144,7 +144,7 @@ def new_folder(config) -> Iterator[Path]:
     prefix = f"{folder.name}.partial-{socket.gethostname()}-"
     for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
         process = old.name.removeprefix(prefix)
-        if process == str(os.getpid()) or not storage.is_running(process):
+        if process == str(os.getpid()) or not is_running(process):
             shutil.rmtree(old)  # it was killed, perhaps with this process's number
     partial = folder.with_name(f"{prefix}{os.getpid()}")
     partial.mkdir(parents=True)
@@ -174,7 +174,7 @@ def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
         path.open("wb") as file,
         tqdm(desc=path.name, total=documents, unit="doc") as bar,
     ):
-        for row in tokenized.iter_rows():
+        for row in in_order(tokenized).iter_rows():
             file.write(row["tokens"])
             bar.update(row["documents"])
     return path.stat().st_size // 2
@@ -238,7 +238,7 @@ def digest(config) -> dict[str, str]:
     """What tells the token files from others."""
     paths = {split: path_of(config, split) for split in ("train", "val")}
     return {
-        split: f"{path.stat().st_size // 2:,} tokens, {storage.digest(path)}"
+        split: f"{path.stat().st_size // 2:,} tokens, {fingerprints.of_file(path)}"
         for split, path in paths.items()
     }
 
@@ -309,20 +309,21 @@ def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return index.astype(np.int64)
 
 
-def read(path: Path, starts: np.ndarray, length: int) -> np.ndarray:
-    """`length` tokens of the file from each place in `starts`, uint16 [places, length].
+def read(config, split: str, windows: np.ndarray) -> np.ndarray:
+    """The windows with these numbers, uint16 [windows, block_size + 1].
 
     Raises:
         OSError: the file ends too soon.
     """
-    tokens = np.empty((len(starts), length), np.uint16)
+    path, T = path_of(config, split), config.block_size
+    tokens = np.empty((len(windows), T + 1), np.uint16)
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # Linux: don't read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for row, start in zip(tokens, starts.tolist()):
-            file.seek(start * tokens.itemsize)
+        for row, window in zip(tokens, windows.tolist()):
+            file.seek(window * T * tokens.itemsize)
             if file.readinto(row) != row.nbytes:
-                raise OSError(f"{path} ended, or couldn't be read, at token {start}")
+                raise OSError(f"{path} ended, or couldn't be read, in window {window}")
     return tokens
 
 
@@ -331,8 +332,22 @@ def count_blocks(windows: int) -> int:
     return max(math.ceil(windows / WINDOWS_IN_BLOCK), 1)
 
 
-def stretches(config, first_step: int) -> Iterator[range]:
-    """The steps of a run from `first_step` on, in parts of a million windows or so."""
+def step_ranges(config, first_step: int) -> Iterator[range]:
+    """The steps of a run from `first_step` on, in parts of a million windows or so.
+
+    Ray Data plans all tasks of a dataset before the first starts.
+    """
     stride = math.ceil(WINDOWS_AT_ONCE / config.batch_size)
     for step in range(first_step, config.max_steps, stride):
         yield range(step, min(step + stride, config.max_steps))
+
+
+def is_running(process: int | str) -> bool:
+    """Whether this machine has a process of that number; of what is no number, perhaps."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):  # another user's, or of another host
+        pass
+    return True

@@ -1,0 +1,287 @@
+"""Whether a launch may go on: one at a time, with the run's own recipe, code, and tokens.
+
+A *lease* in the run's folder says which launch has it. The driver takes it for a few minutes.
+Then the first worker renews it, and ends it when its loop has returned. A launch that finds
+another's lease is refused, unless that one has run out, or was taken by a process of this
+machine that is gone.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import ray
+import ray.train
+from etils import epath
+
+from trainkit import checkpoints, fingerprints, run_log, token_files, workers
+from trainkit.config import RecipeConfig, TrainingConfig
+
+LAUNCH = 300  # seconds that a launch has until its workers start
+RENEWED, PAUSE = 60, 15  # seconds that a renewal holds, and between two
+KEYS = {"session", "job", "host", "process", "since", "until"}
+SHOWN = 12  # lines of a difference
+
+
+def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
+    """Refuse a run that can't be kept, that has diverged before, or that is another one.
+
+    Ray's record of the run's checkpoints is set aside if Ray couldn't start with it.
+
+    Args:
+        code: the functions that decide the result.
+
+    Raises:
+        RuntimeError: another launch has the run.
+        OSError: as `workers.check_storage` says.
+        FloatingPointError: as `run_log.refuse_diverged` says.
+        ValueError: as `check_recipe`, `check_code`, and `check_tokens` say.
+    """
+    check_lease(config)
+    workers.check_storage(config)
+    run_log.refuse_diverged(config)
+    check_recipe(config)
+    if code:
+        check_code(config, code)
+    check_tokens(config)
+    say_if_done(config)
+    take_lease(config)
+    checkpoints.check_record(config)
+
+
+def check_recipe(config: TrainingConfig) -> None:
+    """Refuse to go on with a run that was started with another recipe.
+
+    Its windows would be repeated or skipped, and no one would see it. More `max_steps`,
+    other machines, and what changes numbers by rounding only are no other recipe.
+
+    Raises:
+        ValueError: with the fields that differ, what they were, and what they are now.
+    """
+    names = checkpoints.list_folders(config)
+    found = (checkpoints.settings_of(config, name) for name in names)
+    settings = next(filter(None, found), {})
+    now, recipe = vars(config), dataclasses.fields(RecipeConfig) if settings else ()
+    before = {field.name: settings.get(field.name, field.default) for field in recipe}
+    differing = [
+        f"{key} was {value!r}, and is {now[key]!r}"
+        for key, value in before.items()
+        if value != now[key]
+    ]
+    if differing:
+        raise ValueError(
+            f"run_name: {config.run_path} holds a run with another recipe: "
+            f"{'; '.join(differing)}. Restore these values to go on with that run, or "
+            "choose another run_name to start a new one."
+        )
+
+
+def check_code(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
+    """Refuse a run that has begun with other code; keep this code in the run's folder.
+
+    Args:
+        functions: those that decide the result. What they use counts, too, if it is
+            defined beside them; comments, formatting, and docstrings don't.
+
+    Raises:
+        ValueError: with the name of what differs, and how.
+    """
+    path, now = config.run_path / "code.py", fingerprints.collect_code(functions)
+    begun = path.exists() and checkpoints.list_folders(config)
+    before = fingerprints.parse_code(path.read_text()) if begun else now
+    names = [n for n in sorted({**before, **now}) if before.get(n) != now.get(n)]
+    if names and not config.accept_changed_code:
+        old, new = ("\n".join(x.get(n, "") for n in names) for x in (before, now))
+        sides = old.split("\n"), new.split("\n"), "the run's", "this notebook's"
+        lines = [*difflib.unified_diff(*sides, n=1, lineterm="")]
+        raise ValueError(
+            f"run_name: {config.run_path} holds a run of other code. What differs is "
+            f"{', '.join(names)}:\n"
+            + "\n".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
+            + "\nChoose another run_name to start a new run, undo the change, or set "
+            "accept_changed_code: true to go on with the new code."
+        )
+    path.write_text("\n\n\n".join(now.values()) + "\n")
+
+
+def check_tokens(config: TrainingConfig) -> None:
+    """Refuse a run that has begun with other tokens; note these in the run's folder.
+
+    Raises:
+        ValueError: with what it began with, and what is there now.
+    """
+    if not all(
+        token_files.path_of(config, split).exists() for split in ("train", "val")
+    ):
+        return  # such as one that streams its text
+    path, now = config.run_path / "tokens.json", token_files.digest(config)
+    begun = path.exists() and checkpoints.list_folders(config)
+    if begun and (before := json.loads(path.read_text())) != now:
+        raise ValueError(
+            f"data_dir: {config.data_dir} holds other tokens than {config.run_path} began "
+            f"with: {before} then, {now} now. Bring the old files back, or choose another "
+            "run_name to start a new run."
+        )
+    path.write_text(json.dumps(now))
+
+
+def say_if_done(config: TrainingConfig) -> None:
+    """Print that the run has nothing left to do, if that is so."""
+    done = checkpoints.step_of(next(iter(checkpoints.list_saved(config)), "step_0"))
+    if done >= config.max_steps:
+        print(
+            f"{config.run_path} has done {done:,} steps, and max_steps is "
+            f"{config.max_steps:,}: nothing is trained. Set max_steps higher to go on, or "
+            "choose another run_name to start anew."
+        )
+
+
+def check_lease(config: TrainingConfig) -> None:
+    """Refuse a launch of a run that another launch has.
+
+    Raises:
+        RuntimeError: with who has it, and what to do.
+    """
+    found, host = read_lease(config), socket.gethostname()
+    left = found.get("until", 0) - time.time()
+    if left <= 0 or found.items() >= this_launch().items():
+        return
+    process = found["process"]
+    if found["host"] == host and process == os.getpid():
+        return
+    if found["host"] == host and not token_files.is_running(process):
+        return
+    raise RuntimeError(
+        f"run_name: process {process} on {found['host']} trains {config.run_path}, since "
+        f"{found['since']}. Wait for it, or choose another run_name. If that process is "
+        f"gone, launch again in {left:.0f} s."
+    )
+
+
+def take_lease(config: TrainingConfig) -> None:
+    """Take the lease for a launch, in the driver."""
+    here = {"host": socket.gethostname(), "process": os.getpid()}
+    since = {"since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    write_lease(config, this_launch() | here | since, LAUNCH)
+
+
+@contextlib.contextmanager
+def hold_lease(config: TrainingConfig) -> Iterator[None]:
+    """In the first worker: renew the lease meanwhile, and end it if all goes well.
+
+    If it doesn't, Ray starts the workers again, and the run stays this launch's.
+
+    Raises:
+        RuntimeError: another launch has taken the lease.
+    """
+    if ray.train.get_context().get_world_rank():
+        yield
+        return
+    lease, over = read_lease(config), threading.Event()
+    if not lease:
+        yield
+        return
+    if not lease.items() >= this_launch().items():
+        raise RuntimeError(
+            f"run_name: process {lease['process']} on {lease['host']} has launched "
+            f"{config.run_path}, since {lease['since']}, while this launch waited."
+        )
+
+    def renew() -> None:
+        while True:
+            with contextlib.suppress(Exception):  # a store may fail for a while
+                write_lease(config, lease, RENEWED)
+            if over.wait(PAUSE):
+                return
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    with contextlib.suppress(Exception):
+        write_lease(config, lease, 0)
+
+
+def lease_path(config: TrainingConfig) -> epath.Path:
+    """The lease's file."""
+    return config.run_path / "lease.json"
+
+
+def this_launch() -> dict:
+    """This driver, or the one that this worker belongs to."""
+    context = ray.get_runtime_context()
+    return {"session": context.get_session_name(), "job": context.get_job_id()}
+
+
+def read_lease(config: TrainingConfig) -> dict:
+    """What the lease says; empty if there is none, or none that can be read."""
+    try:
+        lease = json.loads(lease_path(config).read_text())
+        return lease if KEYS <= lease.keys() else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def write_lease(config: TrainingConfig, lease: dict, seconds: float) -> None:
+    """Write a lease that holds for so long from now, whole or not at all."""
+    path = lease_path(config)
+    text = json.dumps(lease | {"until": time.time() + seconds})
+    if config.remote:
+        path.write_text(text)
+        return
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def guarded(loop: Callable[[dict], None]) -> Callable[[dict], None]:
+    """`loop`, holding the run's lease, with advice if a device's memory runs out."""
+
+    @functools.wraps(loop)
+    def guarded_loop(settings: dict) -> None:
+        try:
+            with hold_lease(TrainingConfig(**settings)):
+                loop(settings)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            size = ray.train.get_context().get_world_size()
+            advice = memory_advice(TrainingConfig(**settings | {"num_workers": size}))
+            print(advice)  # now: Ray keeps the error until its last attempt
+            raise MemoryError(advice) from error
+
+    return guarded_loop
+
+
+def memory_advice(config: TrainingConfig) -> str:
+    """Up to three keys that save memory, those that cost the least speed first."""
+    changes = {
+        "attention": {"gpu": "cudnn", "tpu": "splash"}.get(config.platform, "xla"),
+        "device_batch_size": config.device_windows // config.micro_batches // 2,
+        "loss_chunks": 2 * config.loss_chunks,
+        "fsdp": config.mesh_shape(config.worker_range[1])[0] * config.fsdp,
+        "scan_layers": True,
+    }
+    helpful = []
+    for key, value in changes.items():
+        # Not half a window, or a kernel that can't do this.
+        with contextlib.suppress(ValueError):
+            if dataclasses.replace(config, **{key: value}) != config:
+                helpful.append(f"{key}: {str(value).lower()}")
+    helpful = helpful[:3] or ["a higher fsdp or tensor_parallel, on more devices"]
+    return (
+        "A device has too little memory for this step. What helps, at the least cost of "
+        f"speed first: {'; '.join(helpful)}. The run then goes on where it was. "
+        "`python benchmarks/gpu_compile.py CONFIGURATION` shows what each saves, without a GPU."
+    )
