@@ -294,3 +294,14 @@ def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch)
     monkeypatch.setattr(trainkit.workers, "start_worker", join)
     with pytest.raises(TimeoutError, match="12.5"):
         tutorial.train_loop_per_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))
+
+
+def test_workers_that_leave_no_cpu_to_ray_data_say_so(cluster, small, capsys):
+    """As after a node was lost: the run would stand still, and no one know why."""
+    total = ray.cluster_resources()["CPU"]
+    for left, said in ((0.5, True), (1, False)):
+        each = (total - left) / 2
+        config = small(num_workers=2, cpus_per_worker=each)
+        trainkit.workers.say_if_no_cpu_is_left(config)
+        text = f"2 workers take {total - left:g} of the cluster's {total:g} CPUs"
+        assert (text in capsys.readouterr().out) == said

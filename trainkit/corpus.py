@@ -246,9 +246,12 @@ def describe(config, tokenize: Callable) -> dict:
         f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
     )
     if files:  # your own, which may change
-        contents = zlib.crc32(
-            "".join(map(fingerprints.of_file, sorted(files))).encode()
-        )
-        sizes = sum(map(os.path.getsize, files))
-        found |= {"files": len(files), "bytes": sizes, "digest": contents}
+        files = sorted(files)
+        contents = zlib.crc32("".join(map(fingerprints.of_file, files)).encode())
+        found |= {
+            "files": len(files),
+            "bytes": sum(map(os.path.getsize, files)),
+            "digest": contents,
+            "names": files,
+        }
     return found

@@ -8,6 +8,7 @@ Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orba
 """
 
 import contextlib
+import errno
 import glob
 import json
 import math
@@ -75,7 +76,7 @@ def existing(config, source: dict) -> dict | None:
         # less.
         found = {"max_documents": None} | manifest["source"]
         now = {"max_documents": None} | source
-        added = {"digest", "code"} - found.keys()
+        added = {"names"} | {"digest", "code"} - found.keys()  # `digest` has the names
         of, by = (x.get("code", "").partition(" ")[2] for x in (found, now))
         if of != by:  # another Python, which writes the same code in another way
             added.add("code")
@@ -169,14 +170,26 @@ def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
         tokenized: rows of `documents`, how many there are in a row, and `tokens`, their
             tokens as the bytes of uint16 numbers.
         documents: how many there are in all, for the progress bar.
+
+    Raises:
+        OSError: the disk is full.
     """
-    with (
-        path.open("wb") as file,
-        tqdm(desc=path.name, total=documents, unit="doc") as bar,
-    ):
-        for row in in_order(tokenized).iter_rows():
-            file.write(row["tokens"])
-            bar.update(row["documents"])
+    try:
+        with (
+            path.open("wb") as file,
+            tqdm(desc=path.name, total=documents, unit="doc") as bar,
+        ):
+            for row in in_order(tokenized).iter_rows():
+                file.write(row["tokens"])
+                bar.update(row["documents"])
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"data_dir: the disk of {path.parent.parent} has no room for the tokens of "
+            f"{documents:,} documents. Make some, or set data_dir to another disk",
+        ) from error
     return path.stat().st_size // 2
 
 

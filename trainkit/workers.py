@@ -280,6 +280,18 @@ def check_gpus_are_not_shared() -> None:
         raise RuntimeError(f"Another worker of this node uses GPU {mine} as well")
 
 
+def say_if_no_cpu_is_left(config: TrainingConfig) -> None:
+    """Print that the workers have taken all CPUs, as after a node was lost."""
+    each = scaling_config(config).resources_per_worker.get("CPU", 0)
+    total, taken = ray.cluster_resources().get("CPU", 0), each * config.num_workers
+    if total - taken < 1:
+        print(
+            f"num_workers: {config.num_workers} workers take {taken:g} of the cluster's "
+            f"{total:g} CPUs, and Ray Data needs one to read with. The run waits until a "
+            "machine joins; or interrupt it, and set num_workers lower."
+        )
+
+
 def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     """Start as one of the workers: take the right devices, and see the others' devices.
 
@@ -302,6 +314,8 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     if config.platform == "gpu":
         check_generation(config, jax.local_devices()[0])
         check_gpus_are_not_shared()
+    if jax.process_index() == 0:
+        say_if_no_cpu_is_left(config)
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
     check_storage_is_shared(config)
