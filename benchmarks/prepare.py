@@ -16,6 +16,7 @@ import os
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -107,7 +108,7 @@ def measure(way: str, folder: Path) -> dict:
     )
     documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
     if way == "ours":
-        function = tutorial.write_tokens
+        function = partial(tutorial.write_tokens, config=config)
         start_ray("local", num_cpus=CORES)
     elif way == "nanoGPT's":
         function = nanogpt

@@ -20,8 +20,8 @@ MUTATIONS = [
     Mutation(
         "test_prepare.py::test_builtin_text_byte_for_byte",
         "README.ipynb",
-        "np.array([*tokenizer.encode_ordinary(text), tokenizer.eot_token], np.uint16)",
-        "np.array([*tokenizer.encode_ordinary(text)], np.uint16)",
+        "np.array([*tokenizer.encode_ordinary(text), end], dtype)",
+        "np.array([*tokenizer.encode_ordinary(text)], dtype)",
     ),
     Mutation(
         "test_token_files.py::test_a_folder_appears_whole_or_not_at_all",
@@ -194,8 +194,8 @@ MUTATIONS = [
     Mutation(
         "test_generate.py::test_text_needs_the_vocabulary_of_the_tokenizer",
         "trainkit/generate.py",
-        "if model.config.vocab_size != tokenizer.n_vocab:",
-        "if model.config.vocab_size > tokenizer.n_vocab:",
+        "if config.vocab_size != tokenizer.n_vocab:",
+        "if config.vocab_size > tokenizer.n_vocab:",
     ),
     Mutation(
         "test_run_log.py::test_a_validation_loss_that_is_no_number_stops_the_run",

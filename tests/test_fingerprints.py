@@ -160,8 +160,8 @@ def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
     assert trainkit.token_files.existing(config, found)
     edited(
         (
-            "tokenizer.encode_ordinary(text), tokenizer.eot",
-            "text.encode(), tokenizer.eot",
+            "np.array([*tokenizer.encode_ordinary(text), end]",
+            "np.array([*text.encode(), end]",
         )
     )
     now = trainkit.corpus.describe(config, sys.modules["tutorial"].tokenize)

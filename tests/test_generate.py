@@ -13,7 +13,7 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
     model = ours(tutorial, small, tmp_path)
     prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
     found = trainkit.generate.generate_tokens(
-        model, prompts, max_new_tokens=64, temperature=0.0
+        model, prompts, 64, temperature=0.0, end_of_text=ODD["vocab_size"] - 1
     )
     for prompt, tokens in zip(prompts, found):
         expected = theirs.generate(
@@ -47,9 +47,13 @@ def test_stops_at_end_of_text(tutorial, small):
     model.ln_f.scale[...] = np.zeros(config.n_embd, np.float32)
     model.ln_f.bias[...] = model.wte.embedding[end] * 1e3
     assert (
-        trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
+        trainkit.generate.generate_tokens(
+            model, [[1, 2], [3]], max_new_tokens=8, end_of_text=end
+        )
         == [[end]] * 2
     )
+    found = trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
+    assert found == [[end] * 8] * 2  # no token ends it
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from accidents import (
 from conftest import start_ray, stop_ray
 from ray.cluster_utils import Cluster
 
+import trainkit.config
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
@@ -89,7 +90,8 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
     options = ray.data.DataContext.get_current().execution_options
     try:
         options.label_selector = {"role": "data"}
-        assert tutorial.write_tokens(documents, tmp_path / "train.bin") > 4_000
+        config, path = trainkit.config.TrainingConfig(), tmp_path / "train.bin"
+        assert tutorial.write_tokens(documents, path, config) > 4_000
     finally:
         options.label_selector = None
         stop_ray()

@@ -238,7 +238,7 @@ def test_data_dir_that_cannot_be_made_is_refused_at_once(small, tmp_path):
 def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
     """In a process of its own: tiktoken keeps what it has read."""
     result = subprocess.run(
-        [sys.executable, "-c", "import trainkit.token_files as t; t.load_tokenizer()"],
+        [sys.executable, "-c", "import trainkit.tokenizers as t; t.load('gpt2')"],
         cwd=ROOT,
         env=os.environ
         | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"},
@@ -246,5 +246,8 @@ def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
         text=True,
     )
     (line,) = [x for x in result.stderr.splitlines() if x.startswith("ConnectionError")]
-    assert "vocabulary is not on this machine" in line and "TIKTOKEN_CACHE_DIR" in line
+    assert (
+        "the vocabulary of gpt2 is not on this machine" in line
+        and "TIKTOKEN_CACHE_DIR" in line
+    )
     assert "ci/offline_vocabulary.py" in line

@@ -1,5 +1,6 @@
 """The tools that the notebook README.ipynb calls; each module does what its name says.
 
+tokenizers    tiktoken's and Hugging Face's, by name
 config        what decides a run: TrainingConfig, load_config, and what is refused
 fingerprints  what tells files from others, and code from other code
 corpus        documents: from the hub, from files, or built in

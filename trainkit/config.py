@@ -21,6 +21,8 @@ from etils import epath
 from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
+from trainkit import tokenizers
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
@@ -38,7 +40,10 @@ SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 class ShapeConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
-    vocab_size: Annotated[int, Field(gt=0, le=2**16)] = 50_257  # tokens are uint16
+    tokenizer: Text = (
+        tokenizers.GPT2
+    )  # of tiktoken, or of Hugging Face: file, folder, hub
+    vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
     n_head: PositiveInt = 12
@@ -50,6 +55,11 @@ class ShapeConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: a multiple of 128, which is easy to divide."""
         return math.ceil(self.vocab_size / 128) * 128
+
+    @property
+    def token_dtype(self) -> str:
+        """The type of a token in files and windows: uint16 if all ids fit."""
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -200,7 +210,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
 
     The name of the run ends in a fingerprint of the recipe, unless the file gives one: the
     same recipe continues the same run, another one starts a new run. `init_from` brings
-    the shape of the model.
+    the shape of the model, and `tokenizer` its `vocab_size`.
 
     Raises:
         ValueError: a key is unknown, is given twice, has the wrong type, or contradicts
@@ -219,6 +229,17 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
                 f"{path}: {source} has {shape}; leave out what contradicts it"
             )
         values |= {"init_from": source} | shape
+    name = values.get("tokenizer", tokenizers.GPT2)
+    if isinstance(name, str) and name not in (tokenizers.GPT2, ""):
+        place = expanded(name)
+        values["tokenizer"] = name = absolute(place) if os.path.exists(place) else place
+        size = tokenizers.load(name).n_vocab
+        values.setdefault("vocab_size", size)
+        if values["vocab_size"] < size:
+            raise ValueError(
+                f"{path}: vocab_size is {values['vocab_size']}, and tokenizer {name} has "
+                f"{size} tokens; leave vocab_size out, or set {size} or more"
+            )
     try:
         for key in ("data_dir", "storage_path"):
             if isinstance(values.get(key), str) and values[key]:

@@ -14,7 +14,7 @@ from pydoc_data.topics import topics
 import datasets
 import pyarrow.parquet
 
-from trainkit import fingerprints
+from trainkit import fingerprints, tokenizers
 
 FILE_FORMATS = {
     ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),  # one a file
@@ -235,13 +235,17 @@ def describe(config, tokenize: Callable) -> dict:
     """What the tokens of `config` are made from, and by which code, to know them by."""
     found = {
         "dataset": config.dataset,
-        "tokenizer": "gpt2",
+        "tokenizer": config.tokenizer,
+        "dtype": config.token_dtype,
         "val_fraction": config.val_fraction,
         "split_seed": SPLIT_SEED,
         "code": fingerprints.of_code(tokenize),
     }
     if config.max_documents:
         found["max_documents"] = config.max_documents
+    if os.path.exists(config.tokenizer):
+        file = tokenizers.find_file(config.tokenizer)
+        found["tokenizer_digest"] = fingerprints.of_file(file)
     files = find_files(config) or glob.glob(
         f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
     )

@@ -113,13 +113,13 @@ def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
 def global_batches(
     batches: Iterable[dict], config, mesh: jax.sharding.Mesh, first_step: int = 0
 ) -> Iterator[jax.Array]:
-    """Present the workers' parts of each step's windows as one array, uint16 [B, T + 1].
+    """Present the workers' parts of each step's windows as one array, [B, T + 1].
 
     The next array is on its way to the devices before the current one is needed.
 
     Args:
         batches: this worker's rows, step by step: `sequence`, the windows' numbers in the
-            run, and `tokens`, uint16 [rows, T + 1].
+            run, and `tokens`, uint16 or uint32 [rows, T + 1].
 
     Raises:
         RuntimeError: a window is missing, repeated, or out of order.

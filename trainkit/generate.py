@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trainkit import token_files
+from trainkit import tokenizers
 from trainkit.config import ModelConfig
 
 
@@ -25,17 +25,17 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     """
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
-    tokenizer = token_files.load_tokenizer()
-    if model.config.vocab_size != tokenizer.n_vocab:
+    config = model.config
+    tokenizer = tokenizers.load(config.tokenizer)
+    if config.vocab_size != tokenizer.n_vocab:
         raise ValueError(
-            f"vocab_size: the model has {model.config.vocab_size:,} tokens, and GPT-2's "
-            f"tokenizer {tokenizer.n_vocab:,}. Encode the prompts with the tokenizer that "
-            "made its tokens, call generate_tokens, and decode what that returns."
+            f"vocab_size: the model has {config.vocab_size:,} tokens, and its tokenizer, "
+            f"{config.tokenizer}, {tokenizer.n_vocab:,}. Encode the prompts with the tokenizer "
+            "that made its tokens, call generate_tokens, and decode what that returns."
         )
-    tokens = generate_tokens(
-        model, [tokenizer.encode_ordinary(p) for p in prompts], **options
-    )
     end = tokenizer.eot_token
+    ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    tokens = generate_tokens(model, ids, end_of_text=end, **options)
     texts = [tokenizer.decode([t for t in row if t != end]) for row in tokens]
     return [prompt + text for prompt, text in zip(prompts, texts)]
 
@@ -47,12 +47,14 @@ def generate_tokens(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    end_of_text: int | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to and with the end-of-text token.
 
     Args:
         temperature: 0 takes the likeliest token; more makes the choice freer.
         top_k: the number of likeliest tokens to choose among.
+        end_of_text: the token that ends an answer; None: all have `max_new_tokens`.
 
     Raises:
         ValueError: there is no prompt, one is empty or has an unknown token, there is no
@@ -79,9 +81,10 @@ def generate_tokens(
         lengths.max() + max_new_tokens,
         temperature,
         jax.random.key(seed),
+        -1 if end_of_text is None else end_of_text,
         top_k=min(top_k, config.vocab_size),
     )
-    end, answers = config.vocab_size - 1, []
+    end, answers = end_of_text, []
     for row, n in zip(np.asarray(out), lengths):
         answer = row[n : n + max_new_tokens].tolist()
         answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
@@ -111,14 +114,16 @@ def pad_prompts(
 
 
 @partial(jax.jit, static_argnames=("graph", "top_k"))
-def decode(graph, weights, tokens, lengths, end, temperature, key, *, top_k):
+def decode(
+    graph, weights, tokens, lengths, end, temperature, key, end_of_text, *, top_k
+):
     """Continue each row of `tokens`, int32 [B, S], from its length up to `end`.
 
     Args:
         graph, weights: the model, as `nnx.split` divides it.
     """
     model = nnx.merge(graph, weights)
-    config, end_of_text = model.config, model.config.vocab_size - 1
+    config = model.config
     B, S = tokens.shape
     cache = jnp.zeros(
         (B, S, config.n_head, config.n_embd // config.n_head), config.compute_dtype

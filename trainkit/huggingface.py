@@ -4,6 +4,7 @@ GPT-2's parameters have the names that Hugging Face gives them, except that it c
 `weight` what Flax calls `kernel`, `embedding`, or `scale`.
 """
 
+import base64
 import json
 import os
 import tempfile
@@ -16,8 +17,9 @@ from flax import nnx
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from tiktoken.load import read_file_cached
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from trainkit import tokenizers
 from trainkit.config import ModelConfig, TrainingConfig
 
 # What a GPT-2 says of itself; a key that its config.json lacks has this value.
@@ -36,7 +38,7 @@ SIZES = {  # ours: theirs
     "n_head": "n_head",
     "n_embd": "n_embd",
 }
-GPT2_VOCABULARY = ModelConfig.vocab_size
+END = ("bos_token_id", "eos_token_id")
 
 
 def find_folder(name: str) -> Path:
@@ -80,7 +82,6 @@ def published_shape(name: str) -> dict[str, int]:
     missing = [key for key in SIZES.values() if key not in theirs]
     if missing:
         raise ValueError(f"init_from: {name}/config.json has no {', '.join(missing)}")
-    refuse_others(name, theirs, {"eos_token_id": theirs["vocab_size"] - 1})
     return {ours: theirs[key] for ours, key in SIZES.items()}
 
 
@@ -162,7 +163,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` reads.
 
     It holds weights, configuration, and tokenizer, and is complete or absent. A model
-    with another vocabulary than GPT-2's gets no tokenizer, and a line says so.
+    with another vocabulary than its tokenizer's gets none, and a line says so.
 
     Raises:
         FileExistsError: the folder is not empty.
@@ -175,23 +176,23 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    their_config(config).save_pretrained(staging)
-    end = config.vocab_size - 1
-    transformers.GenerationConfig(bos_token_id=end, eos_token_id=end).save_pretrained(
-        staging
-    )
-    if config.vocab_size == GPT2_VOCABULARY:
-        their_tokenizer().save_pretrained(staging)
+    tokenizer = tokenizers.load(config.tokenizer)
+    fits = config.vocab_size == tokenizer.n_vocab
+    end = {key: tokenizer.eot_token if fits else None for key in END}
+    their_config(config, **end).save_pretrained(staging)
+    transformers.GenerationConfig(**end).save_pretrained(staging)
+    if fits:
+        their_tokenizer(tokenizer).save_pretrained(staging)
     else:
         print(
-            f"{folder} has no tokenizer: GPT-2's has {GPT2_VOCABULARY:,} tokens, and "
-            f"vocab_size is {config.vocab_size:,}. Add the one that made the tokens."
+            f"{folder} has no tokenizer: {config.tokenizer} has {tokenizer.n_vocab:,} tokens, "
+            f"and vocab_size is {config.vocab_size:,}. Add the one that made the tokens."
         )
     staging.chmod(0o755)
     return staging.replace(folder)
 
 
-def their_config(config: ModelConfig) -> transformers.GPT2Config:
+def their_config(config: ModelConfig, **others) -> transformers.GPT2Config:
     """The same model in the words of the transformers library."""
     return transformers.GPT2Config(
         vocab_size=config.vocab_size,
@@ -202,18 +203,27 @@ def their_config(config: ModelConfig) -> transformers.GPT2Config:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=0.0,
-        bos_token_id=config.vocab_size - 1,
-        eos_token_id=config.vocab_size - 1,
         architectures=["GPT2LMHeadModel"],
         dtype="float32",
+        **others,
     )
 
 
-def their_tokenizer() -> transformers.GPT2Tokenizer:
-    """GPT-2's tokenizer, made from the two files that tiktoken makes its own from."""
-    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-    vocab = json.loads(read_file_cached(f"{url}/encoder.json"))
-    merges = read_file_cached(f"{url}/vocab.bpe").decode().splitlines()[1:]
-    return transformers.GPT2Tokenizer(
-        vocab=vocab, merges=[tuple(m.split()) for m in merges]
+def their_tokenizer(tokenizer) -> transformers.PreTrainedTokenizerFast:
+    """The same tokenizer, as `trainkit.tokenizers` loads them, for the transformers library."""
+    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+        inner = tokenizer.tokenizer
+    else:
+        with tempfile.NamedTemporaryFile("w") as file:  # in tiktoken's own format
+            for token, rank in tokenizer._mergeable_ranks.items():
+                file.write(f"{base64.b64encode(token).decode()} {rank}\n")
+            file.flush()
+            inner = TikTokenConverter(
+                vocab_file=file.name,
+                pattern=tokenizer._pat_str,
+                extra_special_tokens=tokenizer._special_tokens,
+            ).converted()
+    end = inner.id_to_token(tokenizer.eot_token)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=end, eos_token=end
     )

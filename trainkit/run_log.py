@@ -253,7 +253,8 @@ def describe_start(config: TrainingConfig, state: Any) -> str:
     """How a batch is divided, and what each device holds of it and of `state`."""
     shards = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
     parts, windows = config.micro_batches, config.device_windows
-    batch = windows * (config.block_size + 1) * 2  # uint16
+    token = jax.numpy.dtype(config.token_dtype).itemsize
+    batch = windows * (config.block_size + 1) * token
     return (
         f"{config.batch_size * config.block_size:,} tokens a step | on each of "
         f"{jax.device_count()} devices: {windows} windows as {parts} x {windows // parts}, "

