@@ -181,6 +181,24 @@ def test_damaged_checkpoint_is_replaced_when_its_step_comes_again(
     checkpointer.wait()
 
 
+def test_saves_between_evaluations(small, monkeypatch):
+    """At the interval; and once, when Ray gives notice that a machine will go."""
+    asked, notices = [], [None, None, "soon", "soon"]
+
+    def notice():
+        asked.append(1)
+        return notices[len(asked) - 1]
+
+    monkeypatch.setattr(ray.train, "get_preemption_info", notice)
+    checkpointer = trainkit.checkpoints.Checkpointer(small(checkpoint_interval=25))
+    due = [step for step in range(1, 101) if checkpointer.is_due(step)]
+    assert due == [25, 30, 50, 75, 100]
+    assert len(asked) == 3  # of ten steps; a second notice would be of the same machine
+    never = trainkit.checkpoints.Checkpointer(small())
+    asked[:] = []
+    assert [step for step in range(1, 21) if never.is_due(step)] == []
+
+
 # A disk that fills up.
 
 

@@ -23,7 +23,9 @@ from accidents import (
 )
 from conftest import start_ray, stop_ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
+import trainkit.checkpoints
 import trainkit.config
 import trainkit.workers
 
@@ -97,6 +99,42 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
         stop_ray()
         cluster.shutdown()
     assert [note.name for note in notes.iterdir()] == [data_node["NodeID"]]
+
+
+def give_notice(node, seconds: float) -> None:
+    """Tell Ray that a node will be taken away, as the providers of spot machines do."""
+    client = ray._raylet.GcsClient(ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    deadline = int(1000 * (time.time() + seconds))
+    assert client.drain_node(node.node_id, reason, "spot", deadline)[0]
+
+
+@pytest.mark.extra
+def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes):
+    """The run saves before its time, and goes on elsewhere; no failure is counted."""
+    config = dataclasses.replace(
+        reference, run_name="spot", cpus_per_worker=2.0, max_failures=0
+    )
+    between = []  # checkpoints that no evaluation made
+
+    def saved_between() -> bool:
+        steps = map(
+            trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config)
+        )
+        between.extend(step for step in steps if step % config.eval_interval)
+        return bool(between)
+
+    with in_the_background(tutorial.make_trainer(config).fit) as result:
+        wait_for(lambda: at_step(14)(config), what="step 14")
+        (node,) = two_nodes.worker_nodes
+        give_notice(node, seconds=20)
+        wait_for(saved_between, what="a checkpoint before its time")
+        two_nodes.add_node(num_cpus=3)
+        time.sleep(20)
+        lose(two_nodes, node)
+        assert result().error is None
+    assert between[0] % trainkit.checkpoints.ASKED_EVERY == 0
+    assert_equal_runs(config, reference)
 
 
 def slow_when_alone(tutorial, loop):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -156,3 +157,25 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(
 )
 def test_sizes_are_never_written_with_an_exponent(n, text):
     assert trainkit.run_log.format_bytes(n) == text
+
+
+def test_lines_go_to_weights_and_biases(tutorial, small, tmp_path, monkeypatch):
+    """As the guide shows it, offline: the numbers are in the file that `wandb` writes."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config = small(max_steps=3, log_interval=1)
+    config.run_path.mkdir(parents=True)
+    text = (ROOT / "docs/guide.md").read_text()
+    (code,) = re.findall(r"```python\n(import wandb\n.*?)```", text, re.DOTALL)
+    names = {"config": config}
+    exec(code, names)
+    state = tutorial.create_state(config)
+    log = trainkit.run_log.RunLog(config, state, 1, names["send"])
+    for step, windows in enumerate(windows_for(config, 3), 1):
+        state, metrics = tutorial.train_step(state, windows, config)
+        log.add(step, metrics)
+        line = log.write()
+    names["wandb"].finish()
+    (file,) = tmp_path.rglob("run-*.wandb")
+    assert repr(line["loss"])[:7].encode() in file.read_bytes()
+    assert config.run_name in file.name

@@ -39,6 +39,7 @@ from etils import epath
 
 from trainkit.config import TrainingConfig
 
+ASKED_EVERY = 10  # steps; asking takes some milliseconds
 PAUSES = (1, 2, 4)  # seconds before the second, third, and fourth attempt
 UNSEEN_PAUSES = (*PAUSES, 8, 16, 32)  # for files that may come late, as on NFS
 PASSING = re.compile(  # in the words of TensorStore, and of the operating system
@@ -67,10 +68,27 @@ class Checkpointer:
         logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
         self.config, self.orbax = config, create_orbax(config)
         self.thread, self.saving = ThreadPoolExecutor(1), None
+        self.noticed = False  # that a machine will be taken away
         self.recorded = ""  # the latest that Ray had on record when the run went on
         if config.remote:
             # What a worker that was killed left, of whatever rank.
             shutil.rmtree(staging(config), ignore_errors=True)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save between two evaluations: at the interval, or on Ray's notice.
+
+        Ray knows a few minutes before that a spot machine will be taken away. All workers
+        take part when one asks, so they ask every few steps.
+        """
+        interval = self.config.checkpoint_interval
+        if interval and step % interval == 0:
+            return True
+        if self.noticed or step % ASKED_EVERY:
+            return False
+        self.noticed = ray.train.get_preemption_info() is not None
+        if self.noticed and jax.process_index() == 0:
+            print(f"A machine will be taken away: saving step {step}, before its time")
+        return self.noticed
 
     def save(self, state: Any, step: int) -> Saved:
         """Start to write `state`, a pytree of arrays; training goes on meanwhile.

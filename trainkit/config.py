@@ -147,6 +147,9 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; each evaluation saves a checkpoint
+    checkpoint_interval: PositiveInt | None = (
+        None  # steps; saves between evaluations, too
+    )
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: Annotated[float, Field(gt=0, le=1e9)] = (

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,14 +49,22 @@ class RunLog:
     enough for the device never to wait, and few enough for the bar to tell the truth.
     """
 
-    def __init__(self, config: TrainingConfig, state: Any, n_params: int):
+    def __init__(
+        self,
+        config: TrainingConfig,
+        state: Any,
+        n_params: int,
+        send: Callable[[dict], None] | None = None,
+    ):
         """Go on after the step of `state`; say how the work is divided.
 
         Args:
             state: a pytree of arrays, with `step`.
             n_params: the model's parameters, not counting rows that pad the vocabulary.
+            send: gets every line of the log, on the first worker.
         """
         self.config, self.recent, step = config, {}, int(state.step)
+        self.send = send
         self.step, self.time = step, time.perf_counter()
         self.peak = peak_tokens_per_s(config, n_params)
         self.file = self.bar = None
@@ -98,6 +107,8 @@ class RunLog:
                 self.bar.close()
                 self.file.close()
             print(format_line(line))
+            if self.send:
+                self.send(line)
         return line
 
 
