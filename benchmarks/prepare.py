@@ -3,7 +3,7 @@
     python benchmarks/prepare.py [--rounds 3]
 
 Tokenizes Python's help pages, repeated, each with a number in front, with the notebook's
-`write_tokens`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
+`prepare_dataset`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
 with `datasets.map`, then a memory map filled in 1,024 pieces; and with tiktoken alone,
 which writes nothing. Each measurement has a process of its own, and all start from the
 same shuffled, memory-mapped documents. Memory is the peak of what the processes together
@@ -13,10 +13,10 @@ could not give back: not the pages of files that they map. Linux only.
 import argparse
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -108,14 +108,19 @@ def measure(way: str, folder: Path) -> dict:
     )
     documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
     if way == "ours":
-        function = partial(tutorial.write_tokens, config=config)
         start_ray("local", num_cpus=CORES)
+
+        def function(_, path):
+            return tutorial.prepare_dataset(config)["tokens"]["train"]
+
     elif way == "nanoGPT's":
         function = nanogpt
     else:
         function, documents = tiktoken_alone, list(documents["text"])
-    path, memory = folder / "train.bin", Memory()
-    path.touch()
+    shutil.rmtree(config.data_dir, ignore_errors=True)  # of the round before
+    path, memory = Path(config.data_dir) / "train.bin", Memory()
+    if way != "ours":
+        path.parent.mkdir(exist_ok=True)
     start = time.perf_counter()
     tokens = function(documents, path)
     seconds = time.perf_counter() - start

@@ -20,8 +20,8 @@ MUTATIONS = [
     Mutation(
         "test_prepare.py::test_builtin_text_byte_for_byte",
         "README.ipynb",
-        "np.array([*tokenizer.encode_ordinary(text), end], dtype)",
-        "np.array([*tokenizer.encode_ordinary(text)], dtype)",
+        "([*tokenizer.encode_ordinary(text), end] for",
+        "([*tokenizer.encode_ordinary(text)] for",
     ),
     Mutation(
         "test_token_files.py::test_a_folder_appears_whole_or_not_at_all",
@@ -158,8 +158,8 @@ MUTATIONS = [
     Mutation(
         "test_token_files.py::test_other_formats_are_told_apart",
         "trainkit/token_files.py",
-        "elif start[1::2].max() < 16 <= start[::2].max():",
-        "elif start[1::2].max() < 0 <= start[::2].max():",
+        "and start[1::2].max() < 16 <= start[::2].max():",
+        "and start[1::2].max() < 0 <= start[::2].max():",
     ),
     Mutation(
         "test_token_files.py::test_two_processes_prepare_the_same_folder",
@@ -224,7 +224,7 @@ MUTATIONS = [
     Mutation(
         "test_fingerprints.py::test_tokens_of_a_text_that_was_edited_are_refused",
         "trainkit/corpus.py",
-        '"digest": contents}',
-        '"digest": 0}',
+        '"digest": contents,\n        ',
+        '"digest": 0,\n        ',
     ),
 ]

@@ -1,11 +1,14 @@
 """Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
 
+import gzip
+import json
 from pathlib import Path
 
 import datasets
 import pytest
 
 import trainkit.corpus
+import trainkit.token_files
 
 TEXTS = ["first", "second <|endoftext|>", "é 漢字\n\nand more", ""]
 
@@ -222,3 +225,69 @@ def test_a_fraction_that_leaves_nothing_is_refused(small):
         ValueError, match="val_fraction: 0.9 of 2 documents leaves none"
     ):
         trainkit.corpus.split({"train": two}, small(val_fraction=0.9))
+
+
+def rows_of(config) -> list[dict]:
+    """What is written, with the text for its tokens."""
+    rows = trainkit.corpus.read(config).rename_columns({"text": "tokens"})
+    found = trainkit.token_files.documents_in(rows)
+    return [{"split": split, "text": text} for split, text in found]
+
+
+@pytest.mark.parametrize("suffix", ["txt", "json", "jsonl", "parquet"])
+def test_files_of_a_url_in_the_order_of_their_names(cluster, small, tmp_path, suffix):
+    """A pattern, or all that a folder holds; Ray Data reads them."""
+    write(tmp_path, suffix)
+    for url in (f"file://{tmp_path}/*.{suffix}", f"file://{tmp_path}"):
+        config = small(dataset=url)
+        found = rows_of(config)
+        assert [row["text"] for row in found] == TEXTS
+        assert {row["split"] for row in found} == {""}  # their places decide
+        source = trainkit.corpus.describe(config, trainkit.corpus.split)
+        assert source["files"] == len(list(tmp_path.iterdir()))
+    assert [r["text"] for r in rows_of(small(dataset=url, max_documents=3))] == TEXTS[
+        :3
+    ]
+    next(tmp_path.iterdir()).write_bytes(b"other")
+    other = trainkit.corpus.describe(config, trainkit.corpus.split)
+    assert other["digest"] != source["digest"]
+
+
+def test_compressed_lines_with_a_column_of_another_name(cluster, small, tmp_path):
+    for number in range(3):
+        with gzip.open(tmp_path / f"{number}.jsonl.gz", "wt") as file:
+            for text in TEXTS:
+                file.write(json.dumps({"body": f"{number} {text}", "n": 1}) + "\n")
+    config = small(dataset=f"file://{tmp_path}/*.gz", text_column="body")
+    expected = [f"{number} {text}" for number in range(3) for text in TEXTS]
+    assert [row["text"] for row in rows_of(config)] == expected
+    with pytest.raises(
+        ValueError, match=r"text_column: .*columns \['body', 'n'\].*'text'"
+    ):
+        rows_of(small(dataset=config.dataset))
+
+
+def test_a_column_of_another_name_in_files_of_this_machine(small, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "some", "text": 3}\n{"body": "more"}\n')
+    config = small(dataset=f"{tmp_path}/a.jsonl", text_column="body")
+    assert texts(config) == ["some", "more"]
+    found = trainkit.corpus.describe(config, trainkit.corpus.split)
+    assert found["text_column"] == "body"
+
+
+@pytest.mark.parametrize(
+    "url, contents, words",
+    [
+        ("file://{}/none/*.jsonl", "", "no file matches .*or in one of these and .gz"),
+        ("file://{}/*", "", "files of several kinds: .*json.*txt"),
+        ("nowhere://{}/*.jsonl", "", "cannot list nowhere"),
+        ("file://{}/a.jsonl", '{"text": 3}\n', "'text' of file.*holds int64"),
+        ("file://{}/a.jsonl", '{"text": "a"}\n{"text": null}\n', "without text"),
+        ("file://{}/a.jsonl", '{"text": "a"}\n{"te', "JSON"),
+    ],
+)
+def test_what_a_url_cannot_name(cluster, small, tmp_path, url, contents, words):
+    (tmp_path / "a.jsonl").write_text(contents)
+    (tmp_path / "b.txt").write_text("b")
+    with pytest.raises(Exception, match=words):
+        rows_of(small(dataset=url.format(tmp_path)))

@@ -93,7 +93,7 @@ def test_comments_and_formatting_are_no_change(begun, edited):
             "    # Up, and down again\n",
         ),
         (LOSS, LOSS.replace("\n        ", " ").replace("\n    )", "  )")),
-        ("if evaluating or step %", "if step == 1 or evaluating or step %"),  # the loop
+        ("if saving or step %", "if step == 1 or saving or step %"),  # the loop
     ]
     trainkit.launch.check_code(begun, edited(*changes))
     assert (begun.run_path / "code.py").read_text() == kept
@@ -160,8 +160,8 @@ def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):
     assert trainkit.token_files.existing(config, found)
     edited(
         (
-            "np.array([*tokenizer.encode_ordinary(text), end]",
-            "np.array([*text.encode(), end]",
+            "([*tokenizer.encode_ordinary(text), end] for",
+            "([*text.encode(), end] for",
         )
     )
     now = trainkit.corpus.describe(config, sys.modules["tutorial"].tokenize)

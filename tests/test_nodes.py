@@ -4,9 +4,9 @@ import dataclasses
 import os
 import re
 import time
+from functools import partial
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import ray
 from accidents import (
@@ -27,6 +27,7 @@ from ray.core.generated import autoscaler_pb2
 
 import trainkit.checkpoints
 import trainkit.config
+import trainkit.token_files
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
@@ -65,19 +66,10 @@ def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
 def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
     """As the page says: accelerator nodes on one side, cheap ones with a label."""
 
-    class WatchedDocuments:
-        """Documents that note on which node they are read."""
-
-        def __init__(self, texts, notes):
-            self.texts, self.notes = texts, notes
-            self.data = pa.table({"text": texts})
-
-        def __len__(self):
-            return len(self.texts)
-
-        def __getitem__(self, rows):
-            (self.notes / ray.get_runtime_context().get_node_id()).touch()
-            return {"text": self.texts[rows]}
+    def note(rows):
+        (notes / ray.get_runtime_context().get_node_id()).touch()
+        texts = [f"Document {i}" for i in rows["id"]]
+        return {"text": texts, "split": ["train"] * len(texts)}
 
     stop_ray()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
@@ -88,12 +80,13 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
     (data_node,) = (n for n in ray.nodes() if n["Labels"].get("role") == "data")
     notes = tmp_path / "notes"
     notes.mkdir()
-    documents = WatchedDocuments([f"Document {i}" for i in range(4_000)], notes)
     options = ray.data.DataContext.get_current().execution_options
     try:
         options.label_selector = {"role": "data"}
-        config, path = trainkit.config.TrainingConfig(), tmp_path / "train.bin"
-        assert tutorial.write_tokens(documents, path, config) > 4_000
+        documents = ray.data.range(4_000).map_batches(note, batch_size=None)
+        tokenize = partial(tutorial.tokenize, config=trainkit.config.TrainingConfig())
+        tokenized = documents.map_batches(tokenize, batch_size=None)
+        assert len(list(trainkit.token_files.documents_in(tokenized))) == 4_000
     finally:
         options.label_selector = None
         stop_ray()

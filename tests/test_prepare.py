@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 import tiktoken
-from accidents import disk_of, wait_for
+from accidents import wait_for
 from notebook_module import code_cells
 
 import trainkit.token_files
@@ -162,12 +162,3 @@ def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins, capsys)
     exec(cell, vars(tutorial) | {"config": config})
     assert "no text is loaded" in capsys.readouterr().out
     assert "already in" in tutorial.prepare_dataset(config)["source"]
-
-
-def test_a_disk_that_is_too_small_is_named(tutorial, small, tmp_path, cluster):
-    """And what has been written there goes."""
-    with disk_of(tmp_path / "disk", 0.02) as disk:
-        config = small(data_dir=str(disk / "tokens"))
-        with pytest.raises(OSError, match=f"data_dir: the disk of {disk} has no room"):
-            tutorial.prepare_dataset(config)
-        assert list(disk.iterdir()) == []

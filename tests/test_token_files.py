@@ -251,3 +251,13 @@ def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
         and "TIKTOKEN_CACHE_DIR" in line
     )
     assert "ci/offline_vocabulary.py" in line
+
+
+@pytest.mark.parametrize(
+    "fraction, places",
+    [(0.5, [1, 3, 5, 7, 9]), (0.3, [3, 6, 9]), (0.0005, [1_999, 3_999])],
+)
+def test_documents_for_validation_are_evenly_spread(fraction, places):
+    found = [n for n in range(4_000) if trainkit.token_files.is_val(n, fraction)]
+    assert found[: len(places)] == places
+    assert len(found) == pytest.approx(4_000 * fraction, abs=1)

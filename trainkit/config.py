@@ -78,7 +78,9 @@ class ModelConfig(ShapeConfig):
 class RecipeConfig(ShapeConfig):
     """What decides the result: the shape, the data, the optimizer, and the seed."""
 
-    dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), "builtin"
+    dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), a URL of
+    # files ("s3://my-bucket/*.parquet"), or "builtin"
+    text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
     init_from: Text = "scratch"  # or a Hugging Face GPT-2: hub name or folder
@@ -299,6 +301,10 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")
     if config.max_documents:
         dataset += f"-{config.max_documents}"
+    if config.text_column != RecipeConfig.text_column:
+        dataset += f"-{config.text_column}"
+    if config.tokenizer != tokenizers.GPT2:
+        dataset += f"-{Path(config.tokenizer).stem}"
     return {
         "run_name": f"{Path(path).stem}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / dataset),

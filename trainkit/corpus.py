@@ -1,4 +1,10 @@
-"""The documents that a run learns from: on the Hugging Face hub, in files, or built in."""
+"""The documents that a run learns from: on the Hugging Face hub, in files, or built in.
+
+A dataset of the hub, files of this machine, and the built-in text are read by the datasets
+library and divided as nanoGPT divides them. Files that a URL names are read by Ray Data, where
+they are tokenized, and may be more than any machine holds; every so many documents, one is for
+validation.
+"""
 
 import glob
 import itertools
@@ -12,7 +18,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import fsspec
+import numpy as np
 import pyarrow.parquet
+import ray.data
 
 from trainkit import fingerprints, tokenizers
 
@@ -23,6 +32,97 @@ FILE_FORMATS = {
     ".parquet": ("parquet", {}),
 }
 SPLIT_SEED = 2357  # nanoGPT's
+
+
+def read(config) -> ray.data.Dataset:
+    """The documents, in order: rows of `text` and `split`, "train" or "val".
+
+    Of files that a URL names, `split` is empty: the document's place decides, as
+    `token_files.is_val` says.
+
+    Raises:
+        FileNotFoundError, ConnectionError, ValueError: there are none, or not as text.
+    """
+    if "://" in config.dataset:
+        return read_url(config)
+    parts = split(load(config), config)
+    documents = datasets.concatenate_datasets([parts["train"], parts["val"]])
+    n_train, shared = len(parts["train"]), ray.put(documents)  # of files, a description
+
+    def fetch(rows: dict[str, np.ndarray]) -> dict:
+        first, last = int(rows["id"][0]), int(rows["id"][-1])
+        texts = ray.get(shared)[first : last + 1]["text"]
+        return {"text": texts, "split": np.where(rows["id"] < n_train, "train", "val")}
+
+    blocks = count_blocks(documents)
+    numbers = ray.data.range(len(documents), override_num_blocks=blocks)
+    return numbers.map_batches(fetch, batch_size=None)
+
+
+def read_url(config) -> ray.data.Dataset:
+    """The same for files in an object store, on the hub (hf://), or of a machine (file://)."""
+    system, files = find_remote(config)
+    suffix, column = suffix_of(files[0]), config.text_column
+    if suffix == ".parquet":
+        found = ray.data.read_parquet(files, filesystem=system)
+    elif suffix == ".txt":
+        found, column = ray.data.read_binary_files(files, filesystem=system), "bytes"
+    else:
+        found = ray.data.read_json(files, filesystem=system)
+
+    def check_texts(rows: pyarrow.Table) -> dict:
+        if column not in rows.column_names:
+            raise ValueError(
+                f"text_column: {config.dataset} has the columns {rows.column_names}, and "
+                f"none named {column!r}"
+            )
+        texts = rows[column].to_pylist()
+        if column == "bytes":
+            texts = [text.decode("utf-8-sig") for text in texts]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"dataset: the column {column!r} of {config.dataset} holds "
+                f"{rows[column].type}, or documents without text; expected strings"
+            )
+        return {"text": texts, "split": [""] * len(texts)}
+
+    documents = found.map_batches(check_texts, batch_size=None, batch_format="pyarrow")
+    return documents.limit(config.max_documents) if config.max_documents else documents
+
+
+def find_remote(config) -> tuple[fsspec.AbstractFileSystem, list[str]]:
+    """The files that a URL names, in order: a pattern of them, or all in a folder.
+
+    Raises:
+        ConnectionError, FileNotFoundError, ValueError: there are none that can be read.
+    """
+    url = config.dataset
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        found = system.find(path) if system.isdir(path) else system.glob(path)
+    except ImportError as error:
+        raise ConnectionError(f"dataset: {url} needs a package: {error}") from error
+    except Exception as error:  # of many kinds
+        raise ConnectionError(
+            f"dataset: cannot list {url} ({error!r:.300}). Check the address and, on every "
+            "node, the credentials"
+        ) from error
+    files = sorted(file for file in found if suffix_of(file) in FILE_FORMATS)
+    if not files:
+        raise FileNotFoundError(
+            f"dataset: no file matches {url} that ends in {', '.join(FILE_FORMATS)}, or in "
+            "one of these and .gz or .zst"
+        )
+    if len(kinds := {suffix_of(file) for file in files}) > 1:
+        raise ValueError(
+            f"dataset: {url} matches files of several kinds: {sorted(kinds)}"
+        )
+    return system, files
+
+
+def suffix_of(file: str) -> str:
+    """How a file's name ends, less what says that it is compressed."""
+    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def load(config) -> dict[str, datasets.Dataset]:
@@ -50,29 +150,31 @@ def load(config) -> dict[str, datasets.Dataset]:
         splits = {"train": load_files(files, config)}
     else:
         splits = load_from_hub(config)
-    for documents in splits.values():
+    most, parts = config.max_documents, {}
+    for name, documents in splits.items():
         check(documents, config)
-    most = config.max_documents
-    return {
-        k: split.take(min(most or len(split), len(split)))
-        for k, split in splits.items()
-    }
+        documents = documents.select_columns([config.text_column])
+        if config.text_column != "text":
+            documents = documents.rename_column(config.text_column, "text")
+        parts[name] = documents.take(min(most or len(documents), len(documents)))
+    return parts
 
 
 def check(documents: datasets.Dataset, config) -> None:
     """Refuse documents without a column of text."""
-    if "text" not in documents.column_names:
+    column = config.text_column
+    if column not in documents.column_names:
         raise ValueError(
-            f"dataset: {config.dataset} has the columns {documents.column_names}, "
-            "but training needs one named 'text'"
+            f"dataset: {config.dataset} has the columns {documents.column_names}, but "
+            f"training needs one named {column!r}; text_column names another"
         )
-    feature = documents.features["text"]
+    feature = documents.features[column]
     kind = getattr(feature, "dtype", f"values of several types, as {feature}")
     if kind not in ("string", "large_string"):
         raise ValueError(
-            f"dataset: the column 'text' of {config.dataset} holds {kind}, expected strings"
+            f"dataset: the column {column!r} of {config.dataset} holds {kind}, expected strings"
         )
-    if empty := documents.data.column("text").null_count:
+    if empty := documents.data.column(column).null_count:
         raise ValueError(f"dataset: {empty} documents in {config.dataset} have no text")
 
 
@@ -246,6 +348,13 @@ def describe(config, tokenize: Callable) -> dict:
     if os.path.exists(config.tokenizer):
         file = tokenizers.find_file(config.tokenizer)
         found["tokenizer_digest"] = fingerprints.of_file(file)
+    if config.text_column != "text":
+        found["text_column"] = config.text_column
+    if "://" in config.dataset:
+        system, files = find_remote(config)
+        versions = "".join(map(str, map(system.ukey, files)))  # sizes, times, and so on
+        contents = zlib.crc32(versions.encode())
+        return found | {"files": len(files), "digest": contents, "names": files}
     files = find_files(config) or glob.glob(
         f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
     )

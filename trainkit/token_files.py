@@ -14,6 +14,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def existing(config, source: dict) -> dict | None:
         manifest = read_manifest(folder)
         # If the text files are gone, their tokens are still good; and older manifests say
         # less.
-        defaults = {"max_documents": None, "dtype": "uint16"}
+        defaults = {"max_documents": None, "dtype": "uint16", "text_column": "text"}
         found, now = defaults | manifest["source"], defaults | source
         added = {"names"} | {"digest", "code"} - found.keys()  # `digest` has the names
         of, by = (x.get("code", "").partition(" ")[2] for x in (found, now))
@@ -146,34 +147,69 @@ def new_folder(config) -> Iterator[Path]:
         raise
 
 
-def write(config, tokenized: ray.data.Dataset, path: Path, documents: int) -> int:
-    """Append the rows of `tokenized` to a new file, in order; return how many tokens.
+def write(config, tokenized: ray.data.Dataset, source: dict) -> dict:
+    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
 
     Args:
-        tokenized: rows of `documents`, how many there are in a row, and `tokens`, their
+        tokenized: rows of `split`, as `corpus.read` gives it, and `tokens`, a document's
             tokens as the bytes of numbers of `config.token_dtype`.
-        documents: how many there are in all, for the progress bar.
+        source: what `corpus.describe` says.
 
     Raises:
         OSError: the disk is full.
+        ValueError: one of the splits has no documents.
+    """
+    counts, size = {"train": 0, "val": 0}, np.dtype(config.token_dtype).itemsize
+    with new_folder(config) as folder:
+        try:
+            with (
+                (folder / "train.bin").open("wb") as train,
+                (folder / "val.bin").open("wb") as val,
+                tqdm(desc=folder.parent.name, unit="doc") as bar,
+            ):
+                for split, tokens in documents_in(tokenized):
+                    if not split:
+                        val_is_next = is_val(bar.n, config.val_fraction)
+                        split = "val" if val_is_next else "train"
+                    counts[split] += (val if split == "val" else train).write(
+                        tokens
+                    ) // size
+                    bar.update()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(
+                errno.ENOSPC,
+                f"data_dir: the disk of {folder.parent} has no room for the tokens. Make "
+                "some, or set data_dir to another disk",
+            ) from error
+        if not all(counts.values()):
+            raise ValueError(
+                f"val_fraction: {config.val_fraction} of {bar.n} documents leaves none to "
+                f"{'validate with' if counts['train'] else 'train on'}"
+            )
+        return write_manifest(folder, source, bar.n, counts)
+
+
+def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
+    """The split and the tokens of each document, in order.
+
+    Raises:
+        ValueError: what a task of ours found wrong with the text.
     """
     try:
-        with (
-            path.open("wb") as file,
-            tqdm(desc=path.name, total=documents, unit="doc") as bar,
-        ):
-            for row in in_order(tokenized).iter_rows():
-                file.write(row["tokens"])
-                bar.update(row["documents"])
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise OSError(
-            errno.ENOSPC,
-            f"data_dir: the disk of {path.parent.parent} has no room for the tokens of "
-            f"{documents:,} documents. Make some, or set data_dir to another disk",
-        ) from error
-    return path.stat().st_size // np.dtype(config.token_dtype).itemsize
+        for rows in in_order(tokenized).iter_batches(batch_size=None):
+            yield from zip(rows["split"], rows["tokens"])
+    except ray.exceptions.RayTaskError as error:  # which has the task's error as text
+        ours = r"ValueError: ((?:dataset|text_column|tokenizer): .*)"
+        if found := re.search(ours, str(error)):
+            raise ValueError(found[1]) from error
+        raise
+
+
+def is_val(place: int, fraction: float) -> bool:
+    """Whether the document at that place, from 0, is for validation: evenly spread."""
+    return math.floor((place + 1) * fraction) > math.floor(place * fraction)
 
 
 def write_manifest(folder: Path, source: dict, documents: int, tokens: dict) -> dict:
@@ -221,9 +257,7 @@ def check_format(path: Path, dtype: str) -> None:
         found = "a file of numpy.save: write the array with tofile"
     elif start[:2].view(np.uint32)[0] in LLM_C:
         found = "a file of llm.c: leave out its first 1,024 bytes, the header"
-    elif (
-        dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max()
-    ):  # upper halves
+    elif dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
         found = "four bytes for each token: np.fromfile(path, np.uint32) reads it"
     if found:
         raise ValueError(
