@@ -1,10 +1,10 @@
 """Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
 
-import gzip
 import json
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 import pytest
 
 import trainkit.corpus
@@ -253,18 +253,26 @@ def test_files_of_a_url_in_the_order_of_their_names(cluster, small, tmp_path, su
     assert other["digest"] != source["digest"]
 
 
-def test_compressed_lines_with_a_column_of_another_name(cluster, small, tmp_path):
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
+def test_compressed_files_with_a_column_of_another_name(
+    cluster, small, tmp_path, suffix
+):
     for number in range(3):
-        with gzip.open(tmp_path / f"{number}.jsonl.gz", "wt") as file:
+        with pa.output_stream(str(tmp_path / f"{number}.{suffix}")) as file:
+            if suffix == "txt.gz":
+                file.write(f"{number} {TEXTS[2]}".encode())
+                continue
             for text in TEXTS:
-                file.write(json.dumps({"body": f"{number} {text}", "n": 1}) + "\n")
-    config = small(dataset=f"file://{tmp_path}/*.gz", text_column="body")
-    expected = [f"{number} {text}" for number in range(3) for text in TEXTS]
+                line = {"body": f"{number} {text}", "n": 1}
+                file.write(json.dumps(line).encode() + b"\n")
+    config = small(dataset=f"file://{tmp_path}/*.{suffix}", text_column="body")
+    wanted = TEXTS[2:3] if suffix == "txt.gz" else TEXTS
+    expected = [f"{number} {text}" for number in range(3) for text in wanted]
     assert [row["text"] for row in rows_of(config)] == expected
-    with pytest.raises(
-        ValueError, match=r"text_column: .*columns \['body', 'n'\].*'text'"
-    ):
-        rows_of(small(dataset=config.dataset))
+    if suffix != "txt.gz":
+        words = r"^text_column: .*columns \['body', 'n'\].*'text'"
+        with pytest.raises(ValueError, match=words):
+            rows_of(small(dataset=config.dataset))
 
 
 def test_a_column_of_another_name_in_files_of_this_machine(small, tmp_path):

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import boto3
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+import tiktoken
 from accidents import (
     Accidents,
     assert_equal_runs,
@@ -24,6 +27,8 @@ from accidents import (
 from conftest import start_ray, stop_ray
 
 import trainkit.checkpoints
+import trainkit.corpus
+import trainkit.token_files
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,6 +158,36 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
 
     model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
     assert model.config.run_path == config.run_path
+
+
+def test_text_in_a_bucket(tutorial, bucket, small):
+    """It is tokenized in the order of the files' names, by tasks of Ray Data."""
+    texts = [f"Document {number} of many" for number in range(60)]
+    for number in range(3):
+        table = pa.table({"body": texts[number * 20 :][:20], "id": range(20)})
+        with pa.BufferOutputStream() as parquet:
+            pyarrow.parquet.write_table(table, parquet, row_group_size=5)
+            body = parquet.getvalue().to_pybytes()
+        key = f"books/part-{number}.parquet"
+        boto3.client("s3").put_object(Bucket="models", Key=key, Body=body)
+    config = small(
+        dataset="s3://models/books/*.parquet", text_column="body", val_fraction=0.1
+    )
+    manifest = tutorial.prepare_dataset(config)
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    ids = [[*encode(text), 50_256] for text in texts]
+    for split in ("train", "val"):  # each tenth
+        expected = [x for n, x in enumerate(ids) if (n % 10 == 9) == (split == "val")]
+        found = trainkit.token_files.open_tokens(config, split)
+        assert found.tolist() == sum(expected, [])
+    assert manifest["documents"] == 60 and manifest["source"]["files"] == 3
+    assert tutorial.prepare_dataset(config) == manifest
+
+    boto3.client("s3").put_object(Bucket="models", Key=key, Body=body + b"PAR1")
+    with pytest.raises(FileExistsError, match="another source: digest was"):
+        tutorial.prepare_dataset(config)
+    with pytest.raises(FileNotFoundError, match="no file matches s3://models/none"):
+        trainkit.corpus.read(small(dataset="s3://models/none/*.parquet"))
 
 
 @pytest.mark.extra
