@@ -28,6 +28,7 @@ from trainkit import fingerprints, tokenizers
 
 WINDOWS_AT_ONCE = 2**20  # that Ray Data plans
 LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
+OURS = (ValueError, ConnectionError, FileNotFoundError)  # raised on purpose, in tasks
 WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
 
 
@@ -195,15 +196,16 @@ def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
     """The split and the tokens of each document, in order.
 
     Raises:
-        ValueError: what a task of ours found wrong with the text.
+        ValueError, ConnectionError, FileNotFoundError: what a task of ours found wrong.
     """
     try:
         for rows in in_order(tokenized).iter_batches(batch_size=None):
             yield from zip(rows["split"], rows["tokens"])
     except ray.exceptions.RayTaskError as error:  # which has the task's error as text
-        ours = r"ValueError: ((?:dataset|text_column|tokenizer): .*)"
+        kinds = {kind.__name__: kind for kind in OURS}
+        ours = rf"({'|'.join(kinds)}): ((?:dataset|text_column|tokenizer): .*)"
         if found := re.search(ours, str(error)):
-            raise ValueError(found[1]) from error
+            raise kinds[found[1]](found[2]) from error
         raise
 
 
