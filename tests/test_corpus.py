@@ -290,6 +290,7 @@ def test_a_column_of_another_name_in_files_of_this_machine(small, tmp_path):
         ("file://{}/*", "", "files of several kinds: .*json.*txt"),
         ("nowhere://{}/*.jsonl", "", "cannot list nowhere"),
         ("file://{}/a.jsonl", '{"text": 3}\n', "'text' of file.*holds int64"),
+        ("file://{}/c.txt", "", "c.txt is no UTF-8 text at byte 2"),
         ("file://{}/a.jsonl", '{"text": "a"}\n{"text": null}\n', "without text"),
         ("file://{}/a.jsonl", '{"text": "a"}\n{"te', "JSON"),
     ],
@@ -297,5 +298,6 @@ def test_a_column_of_another_name_in_files_of_this_machine(small, tmp_path):
 def test_what_a_url_cannot_name(cluster, small, tmp_path, url, contents, words):
     (tmp_path / "a.jsonl").write_text(contents)
     (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "c.txt").write_bytes(b"ab\xff")
     with pytest.raises(Exception, match=words):
         rows_of(small(dataset=url.format(tmp_path)))

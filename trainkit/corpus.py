@@ -65,8 +65,13 @@ def read_url(config) -> ray.data.Dataset:
     suffix, column = suffix_of(files[0]), config.text_column
     if suffix == ".parquet":
         found = ray.data.read_parquet(files, filesystem=system)
+        if column in found.schema().names:
+            found = found.select_columns([column])  # and read no others
     elif suffix == ".txt":
-        found, column = ray.data.read_binary_files(files, filesystem=system), "bytes"
+        found, column = (
+            ray.data.read_binary_files(files, filesystem=system, include_paths=True),
+            "bytes",
+        )
     else:
         found = ray.data.read_json(files, filesystem=system)
 
@@ -77,8 +82,8 @@ def read_url(config) -> ray.data.Dataset:
                 f"none named {column!r}"
             )
         texts = rows[column].to_pylist()
-        if column == "bytes":
-            texts = [text.decode("utf-8-sig") for text in texts]
+        if suffix == ".txt":
+            texts = list(map(decode, texts, rows["path"].to_pylist()))
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"dataset: the column {column!r} of {config.dataset} holds "
@@ -90,6 +95,16 @@ def read_url(config) -> ray.data.Dataset:
     return documents.limit(config.max_documents) if config.max_documents else documents
 
 
+def decode(content: bytes, path: str) -> str:
+    """The text of a file."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"dataset: {path} is no UTF-8 text at byte {error.start}; expected plain text"
+        ) from error
+
+
 def find_remote(config) -> tuple[fsspec.AbstractFileSystem, list[str]]:
     """The files that a URL names, in order: a pattern of them, or all in a folder.
 
@@ -99,6 +114,7 @@ def find_remote(config) -> tuple[fsspec.AbstractFileSystem, list[str]]:
     url = config.dataset
     try:
         system, path = fsspec.core.url_to_fs(url)
+        system.invalidate_cache()
         found = system.find(path) if system.isdir(path) else system.glob(path)
     except ImportError as error:
         raise ConnectionError(f"dataset: {url} needs a package: {error}") from error
