@@ -1,6 +1,11 @@
-"""Tokens to try things with, and a few steps of training in this process."""
+"""Tokens and tokenizers to try things with, and a few steps of training in this process."""
+
+from pathlib import Path
 
 import numpy as np
+import tokenizers
+
+END = "<|endoftext|>"
 
 
 def random_tokens(config, shape, seed=0) -> np.ndarray:
@@ -22,3 +27,20 @@ def run(tutorial, config, batches):
         state, metrics = tutorial.train_step(state, windows, config)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Tokenizer:
+    """A tokenizer of byte pairs that is trained here; its first token ends a text."""
+    found = tokenizers.Tokenizer(tokenizers.models.BPE())
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(texts * 20, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.save(str(path))
+    return found

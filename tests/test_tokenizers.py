@@ -9,6 +9,7 @@ import tiktoken
 import tokenizers
 import transformers
 import yaml
+from samples import END, byte_pairs
 
 import trainkit.corpus
 import trainkit.devices
@@ -23,24 +24,6 @@ TEXTS = [
     "It costs 3 € <|endoftext|> or so.",
     "漢字 ünï",
 ]
-END = "<|endoftext|>"
-
-
-def byte_pairs(path: Path, size: int = 300) -> tokenizers.Tokenizer:
-    """A tokenizer of byte pairs that is trained here; its first token ends a text."""
-    found = tokenizers.Tokenizer(tokenizers.models.BPE())
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    found.train_from_iterator(TEXTS * 20, trainer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.save(str(path))
-    return found
 
 
 def words(path: Path, size: int) -> None:
@@ -54,7 +37,7 @@ def words(path: Path, size: int) -> None:
 @pytest.fixture
 def mine(tmp_path):
     """A configuration with a tokenizer and text of one's own, and the tokenizer."""
-    theirs = byte_pairs(tmp_path / "mine/tokenizer.json")
+    theirs = byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS)
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(TEXTS[number % 3] * (number + 1))
     settings = yaml.safe_load(Path("configs/smoke.yaml").read_text())
@@ -95,7 +78,7 @@ def test_another_tokenizer_is_another_recipe_and_other_tokens(mine, tutorial, tm
     folder = Path(config.data_dir)
     folder.mkdir()
     trainkit.token_files.write_manifest(folder, source, 1, {})
-    byte_pairs(tmp_path / "mine/tokenizer.json", 290)  # in place
+    byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS, 290)  # in place
     trainkit.tokenizers.load.cache_clear()
     other = load_config(tmp_path / "mine.yaml", num_workers=1)
     assert other.vocab_size == 290 and other.run_name != config.run_name
@@ -150,7 +133,7 @@ def test_an_encoding_of_tiktoken_goes_out_as_it_is():
 
 
 def test_end_of_text_is_what_its_settings_say(tmp_path):
-    byte_pairs(tmp_path / "tokenizer.json")
+    byte_pairs(tmp_path / "tokenizer.json", TEXTS)
     for named in ("a", {"content": "a"}):
         (tmp_path / "tokenizer_config.json").write_text(
             json.dumps({"eos_token": named})
