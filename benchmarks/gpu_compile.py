@@ -52,7 +52,7 @@ def virtual_gpus(name: str, count: int) -> list:
     return topologies.get_topology_desc(
         platform="cuda",
         target_config=(GPUS / f"{name}.txtpb").read_text(),
-        topology=f"1x{count}x1",
+        topology=f"{max(1, count // 8)}x{min(count, 8)}x1",  # nodes of eight
     ).devices
 
 

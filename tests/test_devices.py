@@ -173,3 +173,29 @@ def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, step
     mesh = trainkit.devices.make_mesh(config)
     with pytest.raises(RuntimeError, match=f"step {step}: expected the windows"):
         list(trainkit.devices.global_batches(batches, config, mesh))
+
+
+NODES = """
+import jax, trainkit.config, trainkit.devices
+for workers, each in ((32, 1), (4, 8)):
+    config = trainkit.config.load_config(
+        "configs/gpt2-xl-gpu.yaml", num_workers=workers, devices_per_worker=each
+    )
+    mesh = trainkit.devices.make_mesh(config)
+    print([[device.id for device in row] for row in mesh.devices[:, :, 0]])
+"""
+
+
+def test_the_gpus_of_a_node_are_neighbors_on_fsdp():
+    """Eight in each of four nodes, however many workers a node has."""
+    flags = "--xla_force_host_platform_device_count=32"
+    result = subprocess.run(
+        [sys.executable, "-c", NODES],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    nodes = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
+    assert result.stdout == f"{nodes}\n" * 2
