@@ -47,10 +47,30 @@ def two_nodes(monkeypatch):
     cluster.shutdown()
 
 
+def slowed(tutorial, loop, seconds: float, world_size: int):
+    """`loop`, whose steps take longer with so many workers, or the run would be over soon."""
+    train_loop = tutorial.train_loop_per_worker
+
+    def slow_loop(settings):
+        names = train_loop.__globals__  # the worker's: the driver's would be a copy
+        train_step = names["train_step"]
+
+        def slow_train_step(*arguments):
+            time.sleep(seconds)
+            return train_step(*arguments)
+
+        if ray.train.get_context().get_world_size() == world_size:
+            names["train_step"] = slow_train_step
+        loop(settings)
+
+    return slow_loop
+
+
 def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
     config = dataclasses.replace(reference, run_name="node", cpus_per_worker=2.0)
 
-    with in_the_background(tutorial.make_trainer(config).fit) as result:
+    loop = slowed(tutorial, tutorial.train_loop_per_worker, 0.1, world_size=2)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(30)(config), what="step 30")
         lose(two_nodes, *two_nodes.worker_nodes)
         time.sleep(5)
@@ -117,7 +137,10 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
         between.extend(step for step in steps if step % config.eval_interval)
         return bool(between)
 
-    with in_the_background(tutorial.make_trainer(config).fit) as result:
+    loop = loop_that_notes_the_world(tutorial, config)
+    loop = slowed(tutorial, loop, 0.6, world_size=2)
+    config.run_path.mkdir(parents=True)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(14)(config), what="step 14")
         (node,) = two_nodes.worker_nodes
         give_notice(node, seconds=20)
@@ -127,26 +150,8 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
         lose(two_nodes, node)
         assert result().error is None
     assert between[0] % trainkit.checkpoints.ASKED_EVERY == 0
+    assert world_sizes(config) == [2, 2]
     assert_equal_runs(config, reference)
-
-
-def slow_when_alone(tutorial, loop):
-    """So that the run isn't over before the second worker is back."""
-    train_loop = tutorial.train_loop_per_worker
-
-    def slow_loop(settings):
-        names = train_loop.__globals__  # the worker's: the driver's would be a copy
-        train_step = names["train_step"]
-
-        def slow_train_step(*arguments):
-            time.sleep(0.4)
-            return train_step(*arguments)
-
-        if ray.train.get_context().get_world_size() == 1:
-            names["train_step"] = slow_train_step
-        loop(settings)
-
-    return slow_loop
 
 
 @pytest.mark.extra
@@ -174,7 +179,8 @@ def test_elastic_run_shrinks_and_grows(
 
     monkeypatch.setattr(trainkit.workers, "scaling_config", impatient)
     config = dataclasses.replace(reference, run_name="elastic", num_workers=(1, 2))
-    loop = slow_when_alone(tutorial, loop_that_notes_the_world(tutorial, config))
+    loop = loop_that_notes_the_world(tutorial, config)
+    loop = slowed(tutorial, loop, 0.4, world_size=1)
 
     config.run_path.mkdir(parents=True)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
