@@ -68,10 +68,8 @@ def read_url(config) -> ray.data.Dataset:
         if column in found.schema().names:
             found = found.select_columns([column])  # and read no others
     elif suffix == ".txt":
-        found, column = (
-            ray.data.read_binary_files(files, filesystem=system, include_paths=True),
-            "bytes",
-        )
+        column, options = "bytes", {"filesystem": system, "include_paths": True}
+        found = ray.data.read_binary_files(files, **options)
     else:
         found = ray.data.read_json(files, filesystem=system)
 
