@@ -1,6 +1,7 @@
 """How fast text becomes tokens, beside nanoGPT's way of doing it.
 
     python benchmarks/prepare.py [--rounds 3]
+    python benchmarks/prepare.py --driver 0.1 1 10
 
 Tokenizes Python's help pages, repeated, each with a number in front, with the notebook's
 `prepare_dataset`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
@@ -8,10 +9,16 @@ with `datasets.map`, then a memory map filled in 1,024 pieces; and with tiktoken
 which writes nothing. Each measurement has a process of its own, and all start from the
 same shuffled, memory-mapped documents. Memory is the peak of what the processes together
 could not give back: not the pages of files that they map. Linux only.
+
+With `--driver`, so many GB of the same text are read by a URL, and the driver alone is
+watched: the memory that is its own, before and at most, and the seconds that its processor
+works, which is what one writer costs.
 """
 
 import argparse
 import hashlib
+import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -26,8 +33,17 @@ os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 import datasets
 import numpy as np
 import psutil
+import pyarrow
+import pyarrow.parquet
 import tiktoken
-from common import CORES, interleave, load_notebook, print_table, start_ray
+from common import (
+    CORES,
+    in_own_process,
+    interleave,
+    load_notebook,
+    print_table,
+    start_ray,
+)
 
 import trainkit.config
 import trainkit.corpus
@@ -35,41 +51,47 @@ import trainkit.corpus
 SIZES = {"25 MB": 25 * 10**6, "1 GB": 10**9}  # of text
 
 
-def write_text(folder: Path, size: int) -> None:
-    """Write documents of `size` bytes in all."""
+def write_text(folder: Path, size: float) -> None:
+    """Write documents of `size` bytes in all, in files of some 128 MB."""
     from pydoc_data.topics import topics
 
-    texts, written = [], 0
-    while written < size:
-        for text in topics.values():
-            texts.append(f"{len(texts)}. {text}")
-            written += len(texts[-1])
-    datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / "text.parquet")
+    documents = (f"{i}. {x}" for i, x in enumerate(itertools.cycle(topics.values())))
+    for part in range(math.ceil(size / 128e6)):
+        texts, missing = [], min(128e6, size - part * 128e6)
+        while missing > 0:
+            texts.append(next(documents))
+            missing -= len(texts[-1])
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(
+            table, folder / f"{part:04}.parquet", row_group_size=2_000
+        )
 
 
 class Memory(threading.Thread):
     """Watches the memory of this process and its descendants; `peak` is in bytes."""
 
-    def __init__(self):
+    def __init__(self, descendants: bool = True):
         super().__init__(daemon=True)
-        self.peak, self.me = 0, psutil.Process()
+        self.peak, self.me, self.descendants = 0, psutil.Process(), descendants
         self.start()
 
     def run(self) -> None:
         while True:
-            processes = [self.me, *self.me.children(recursive=True)]
-            self.peak = max(self.peak, sum(map(unevictable, processes)))
+            others = self.me.children(recursive=True) if self.descendants else []
+            kinds = ("Pss_Anon:", "Pss_Shmem:") if others else ("Pss_Anon:",)
+            memory = sum(unevictable(process, kinds) for process in [self.me, *others])
+            self.peak = max(self.peak, memory)
             time.sleep(2)  # looking at all of Ray's processes takes 0.1 s
 
 
-def unevictable(process: psutil.Process) -> int:
+def unevictable(process: psutil.Process, kinds=("Pss_Anon:", "Pss_Shmem:")) -> int:
     """Bytes of memory that no file backs; what is shared counts in parts."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:  # it has ended
         return 0
     sizes = {line.split()[0]: int(line.split()[1]) for line in lines}
-    return 1_024 * (sizes["Pss_Anon:"] + sizes["Pss_Shmem:"])
+    return 1_024 * sum(sizes[kind] for kind in kinds)
 
 
 def nanogpt(documents: datasets.Dataset, path: Path) -> int:
@@ -132,10 +154,44 @@ def measure(way: str, folder: Path) -> dict:
     }
 
 
+def watch_driver(gigabytes: float, folder: Path) -> list[str]:
+    """A row on what the driver takes to prepare so much text that a URL names."""
+    tutorial, text = load_notebook(), folder / "text"
+    text.mkdir()
+    write_text(text, gigabytes * 1e9)
+    config = trainkit.config.TrainingConfig(
+        dataset=f"file://{text}", data_dir=str(folder / "data")
+    )
+    start_ray("local", num_cpus=CORES)
+    before = unevictable(psutil.Process(), ("Pss_Anon:",))
+    memory, start, worked = Memory(False), time.perf_counter(), time.process_time()
+    tokens = sum(tutorial.prepare_dataset(config)["tokens"].values())
+    worked, seconds = time.process_time() - worked, time.perf_counter() - start
+    return [
+        f"{gigabytes:g} GB",
+        f"{before / 1e6:.0f} MB",
+        f"{memory.peak / 1e6:.0f} MB",
+        f"{tokens / seconds / 1e6:.2f}",
+        f"{tokens / worked / 1e6:.1f}",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--driver", type=float, nargs="+", metavar="GB")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if arguments.driver:
+        rows = []
+        for gigabytes in arguments.driver:
+            with tempfile.TemporaryDirectory(dir=".") as root:
+                folder = Path(root).resolve()
+                rows.append(in_own_process(watch_driver, gigabytes, folder))
+        columns = "text|driver before|at most|million tokens/s"
+        columns += "|million tokens a second of the driver's work"
+        print_table(columns.split("|"), rows, ["ray", "tiktoken"])
+        return
     ways, table = ["ours", "nanoGPT's", "tiktoken alone"], []
     with tempfile.TemporaryDirectory(dir=".") as root:
         folders = {name: Path(root).resolve() / name for name in SIZES}

@@ -1,6 +1,8 @@
 """Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -251,6 +253,22 @@ def test_files_of_a_url_in_the_order_of_their_names(cluster, small, tmp_path, su
     next(tmp_path.iterdir()).write_bytes(b"other")
     other = trainkit.corpus.describe(config, trainkit.corpus.split)
     assert other["digest"] != source["digest"]
+
+
+def test_tokens_of_a_url_outlive_its_files(cluster, small, tmp_path, tutorial, capsys):
+    """As those of local files do; without tokens, there is nothing to go on with."""
+    text = tmp_path / "text"
+    text.mkdir()
+    write(text, "jsonl")
+    config = small(dataset=f"file://{text}", data_dir=str(tmp_path / "data"))
+    config = dataclasses.replace(config, val_fraction=0.5)
+    made = tutorial.prepare_dataset(config)
+    shutil.rmtree(text)
+    assert tutorial.prepare_dataset(config) == made
+    assert "are used as they are" in capsys.readouterr().out
+    elsewhere = dataclasses.replace(config, data_dir=str(tmp_path / "other"))
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        tutorial.prepare_dataset(elsewhere)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
