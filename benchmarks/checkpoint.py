@@ -26,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 from common import interleave, load_notebook, print_table, random_windows
+from notebook_module import initial_state
 
 import trainkit.checkpoints
 import trainkit.config
@@ -42,7 +43,7 @@ def measure(share: str, arguments: dict) -> tuple[list, ...]:
     config = trainkit.config.TrainingConfig(
         n_head=6, compute_dtype="float32", **arguments
     )
-    state = tutorial.initial_state(config, trainkit.devices.make_mesh(config))
+    state = initial_state(tutorial, config, trainkit.devices.make_mesh(config))
     windows = random_windows(config)
     state, _ = tutorial.train_step(state, windows, config)
 

@@ -23,6 +23,7 @@ from common import load_notebook, start_ray
 import trainkit.config
 import trainkit.devices
 import trainkit.run_log
+from trainkit import states
 
 STAGES = {
     "loop": "start the workers, import, join them",
@@ -39,7 +40,7 @@ def watched(tutorial, path: Path):
     The notebook's functions are replaced here, and travel to the workers as they are; those
     of trainkit, which the workers import, must be replaced there.
     """
-    train_loop, initial_state = tutorial.train_loop_per_worker, tutorial.initial_state
+    train_loop, initial_state = tutorial.train_loop_per_worker, states.initial_state
     train_step, batches = tutorial.train_step, trainkit.devices.global_batches
     times = {}
 
@@ -68,11 +69,11 @@ def watched(tutorial, path: Path):
 
     def loop(settings):
         note("loop")
+        states.initial_state = noting("state", initial_state)
         trainkit.devices.global_batches = noting_batches
         trainkit.run_log.RunLog = RunLog
         train_loop(settings)
 
-    tutorial.initial_state = noting("state", initial_state)
     tutorial.train_step = noting("step", train_step)
     return loop
 

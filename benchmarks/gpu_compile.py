@@ -42,6 +42,7 @@ from tpu_compile import compile_original, compile_step
 
 import trainkit.config
 import trainkit.devices
+import trainkit.states
 import trainkit.workers
 
 GPUS = Path(__file__).resolve().parent / "gpus"
@@ -119,7 +120,7 @@ def main() -> None:
     report = {
         "config": Path(arguments.config).stem,
         "gpus": f"{count} x {arguments.gpu}",
-        "parameters": tutorial.count_parameters(config),
+        "parameters": trainkit.states.count_parameters(tutorial.create_model, config),
         "windows_at_once": config.device_windows // config.micro_batches,
         "state_gib": gib(state),
         "temporary_gib": gib(temporary),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import in_own_process, load_notebook, print_table
+from notebook_module import initial_state
 
 import trainkit.config
 import trainkit.devices
@@ -65,7 +66,7 @@ def losses(dtype: str, seed: int, steps: int) -> tuple[float, float]:
         return jax.device_put(rows, trainkit.devices.batch_sharding(mesh))
 
     mesh = trainkit.devices.make_mesh(config)
-    state = tutorial.initial_state(config, mesh)
+    state = initial_state(tutorial, config, mesh)
     rng, training = np.random.default_rng(seed), []
     with jax.set_mesh(mesh):
         for _ in range(steps):

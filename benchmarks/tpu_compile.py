@@ -25,10 +25,12 @@ import jax
 import jax.numpy as jnp
 from common import load_notebook, original_training, parse_changes
 from jax.experimental import topologies
+from notebook_module import abstract_state
 from program import count_collectives, parse
 
 import trainkit.config
 import trainkit.devices
+import trainkit.states
 
 
 def compile_step(tutorial, config, mesh):
@@ -38,7 +40,7 @@ def compile_step(tutorial, config, mesh):
         jnp.uint16,
         sharding=trainkit.devices.batch_sharding(mesh),
     )
-    state = tutorial.abstract_state(config, mesh)
+    state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
         return timed_compile(tutorial.train_step, state, windows, config)
 
@@ -103,7 +105,7 @@ def main() -> None:
     report = {
         "config": Path(arguments.config).stem,
         "devices": len(topology.devices),
-        "parameters": tutorial.count_parameters(config),
+        "parameters": trainkit.states.count_parameters(tutorial.create_model, config),
         "windows_per_device_step": config.device_windows // config.micro_batches,
         "arguments_gib": gib(arguments_gib),
         "temporary_gib": gib(temporary_gib),

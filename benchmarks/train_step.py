@@ -29,6 +29,7 @@ from common import (
     print_table,
     random_windows,
 )
+from notebook_module import initial_state
 from variants import (
     gelu_differentiated_by_jax,
     loss_differentiated_by_jax,
@@ -41,6 +42,7 @@ import trainkit.config
 import trainkit.devices
 import trainkit.huggingface
 import trainkit.run_log
+import trainkit.states
 
 CPU = {
     "platform": "cpu",
@@ -102,7 +104,7 @@ def our_step(tutorial, config, change: Callable | None = None) -> Callable:
         change(tutorial)
     mesh = trainkit.devices.make_mesh(config, jax.devices()[:1])
     jax.set_mesh(mesh)
-    state = tutorial.initial_state(config, mesh)
+    state = initial_state(tutorial, config, mesh)
     windows = jax.device_put(random_windows(config))
 
     def step():
@@ -209,7 +211,7 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
         return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
     peaks = trainkit.run_log.PEAK_FLOPS
     peak = next((peaks[k] for k in peaks if name.startswith(k)), measured)
-    n_params = tutorial.count_parameters(config)
+    n_params = trainkit.states.count_parameters(tutorial.create_model, config)
     flops = trainkit.run_log.flops_per_token(config, n_params)
     return {
         "tokens": config.batch_size * config.block_size,

@@ -1,8 +1,8 @@
-"""Draw the page's diagrams: how data flows, how the model is divided, how fast it trains.
+"""Draw the page's diagrams: who calls whom, how the model is divided, how fast it trains.
 
     python ci/make_diagrams.py
 
-Writes images/dataflow.png, images/sharding.png, and images/throughput.png. The second one
+Writes images/lanes.png, images/sharding.png, and images/throughput.png. The second one
 asks the notebook's own functions which device holds which part of each array, on eight
 simulated devices; the third shows the table of the train step in benchmarks/README.md.
 """
@@ -20,39 +20,71 @@ sys.path.insert(0, str(ROOT))
 import jax
 import matplotlib.pyplot as plt
 from flax import nnx
-from matplotlib.patches import FancyBboxPatch, Rectangle
-from notebook_module import load_notebook
+from matplotlib.patches import Rectangle
+from notebook_module import abstract_state, load_notebook
 
 import trainkit.config
 import trainkit.devices
 
-STAGES = [  # what there is, and what makes the next thing of it
-    ("documents", "text, on the hub or in files", "Ray Data tasks, tiktoken"),
-    ("train.bin, val.bin", "tokens, uint16, one after the other", "Ray Data tasks"),
-    ("windows", "uint16 [block_size + 1], shuffled", "each worker, for its rows"),
-    ("global batch", "one jax.Array over all devices", "train_step, on all devices"),
-    ("state, metrics", "parameters, optimizer, step; loss", "Orbax, ray.train.report"),
-    ("checkpoint, log", "on shared storage or in an object store", None),
+LANES = ["driver", "controller", "data tasks", "workers", "devices", "storage"]
+WHAT = ["this notebook", "of one run", "Ray Data", "one a GPU or host", "one mesh", ""]
+CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
+    (
+        "Tokenize (step 3)",
+        [
+            (0, 2, "map_batches(tokenize)"),
+            (2, 0, "tokens, in order"),
+            (0, 5, "train.bin, val.bin"),
+        ],
+    ),
+    (
+        "Launch (step 6)",
+        [
+            (0, 1, "fit()"),
+            (1, 3, "train_loop_per_worker"),
+            (5, 3, "newest whole checkpoint"),
+        ],
+    ),
+    (
+        "Each step (step 5)",
+        [(5, 2, "windows"), (2, 3, "iter_batches"), (3, 4, "train_step")],
+    ),
+    ("Now and then", [(4, 5, "checkpoint"), (3, 1, "ray.train.report")]),
+    ("At the end", [(1, 0, "Result")]),
 ]
 
 
-def draw_dataflow(path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(6, 5.4))
-    for i, (name, what, maker) in enumerate(STAGES):
-        y = -1.6 * i
-        axes.add_patch(
-            FancyBboxPatch((0, y), 4, 0.8, "round,pad=0.1", facecolor="#dbe9f6")
-        )
-        axes.text(2, y + 0.57, name, ha="center", va="center", weight="bold")
-        axes.text(2, y + 0.17, what, ha="center", va="center", size=9)
-        if maker:
-            axes.annotate(
-                "", (2, y - 0.7), (2, y - 0.1), arrowprops={"arrowstyle": "->"}
+def draw_lanes(path: Path) -> None:
+    """Which process calls which, from top to bottom."""
+    figure, axes = plt.subplots(figsize=(9, 6.6))
+    y = 0.0
+    for part, calls in CALLS:
+        top = y
+        for start, end, what in calls:
+            y -= 0.62
+            arrow = {"arrowstyle": "-|>", "color": "black", "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+            axes.text(
+                (start + end) / 2,
+                y + 0.06,
+                what,
+                ha="center",
+                va="bottom",
+                size=9,
+                bbox={"facecolor": "#eef4fa", "edgecolor": "none", "pad": 0.5},
             )
-            axes.text(2.15, y - 0.4, maker, va="center", size=9, style="italic")
-    axes.set(xlim=(-0.2, 4.2), ylim=(-8.2, 1))
+        y -= 0.3
+        axes.add_patch(
+            Rectangle((-1.75, y), 7.35, top - y - 0.06, facecolor="#eef4fa", zorder=-2)
+        )
+        axes.text(-1.65, (top + y) / 2, part, va="center", size=9, style="italic")
+    for x, (lane, what) in enumerate(zip(LANES, WHAT)):
+        axes.plot([x, x], [0, y], color="tab:blue", linewidth=1, zorder=-1)
+        axes.text(x, 0.42, lane, ha="center", va="center", weight="bold")
+        axes.text(x, 0.15, what, ha="center", va="center", size=8)
+    axes.set(xlim=(-1.8, 5.65), ylim=(y - 0.05, 0.65))
     axes.axis("off")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def draw_array(axes, name: str, shape: tuple, sharding) -> None:
@@ -85,7 +117,7 @@ def draw_sharding(path: Path) -> None:
         devices_per_worker=8, fsdp=2, tensor_parallel=2, batch_size=8
     )
     mesh = trainkit.devices.make_mesh(config)
-    params = nnx.to_flat_state(tutorial.abstract_state(config, mesh).params)
+    params = nnx.to_flat_state(abstract_state(tutorial, config, mesh).params)
     params = {".".join(map(str, path)): value for path, value in params}
     batch = trainkit.devices.batch_sharding(mesh)
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
@@ -118,6 +150,6 @@ def draw_throughput(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_dataflow(ROOT / "images/dataflow.png")
+    draw_lanes(ROOT / "images/lanes.png")
     draw_sharding(ROOT / "images/sharding.png")
     draw_throughput(ROOT / "images/throughput.png")

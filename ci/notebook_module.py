@@ -13,6 +13,8 @@ from pathlib import Path
 import nbformat
 import ray
 
+from trainkit import states
+
 NOTEBOOK = Path(__file__).resolve().parent.parent / "README.ipynb"
 
 
@@ -43,3 +45,15 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
         exec(compile(tree, name, "exec"), module.__dict__)
     ray.cloudpickle.register_pickle_by_value(module)
     return module
+
+
+def abstract_state(tutorial: types.ModuleType, config, mesh):
+    """The shapes and shardings of the notebook's state on `mesh`."""
+    rules = tutorial.SHARDING_RULES
+    return states.abstract_state(tutorial.create_state, config, mesh, rules)
+
+
+def initial_state(tutorial: types.ModuleType, config, mesh):
+    """The notebook's state before the first step, on the devices of `mesh`."""
+    abstract = abstract_state(tutorial, config, mesh)
+    return states.initial_state(tutorial.create_state, config, abstract)

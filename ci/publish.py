@@ -96,7 +96,7 @@ def make_notebook(kind: str, addresses: Addresses) -> nbformat.NotebookNode:
     new = [nbformat.v4.new_markdown_cell(rest)] if rest else []
     if kind == "anyscale":  # the cell is for this node, `pip` for the others
         new.insert(0, nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["aside"]}))
-        pip = '{\n        "pip": "requirements.txt",  # on every node\n        '
+        pip = '{"pip": "requirements.txt", '
         init[0].source = init[0].source.replace("runtime_env={", f"runtime_env={pip}")
     else:
         notebook.metadata["orphan"] = True  # for Sphinx: the gallery leads there

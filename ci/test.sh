@@ -9,6 +9,7 @@ bash ci/browser.sh
 ruff check .
 ruff format --check .
 codespell
+python ci/reading_time.py
 SECONDS=0
 status=0
 python -X faulthandler -m pytest "$@" || status=$? # all of tests/, unless files are named

@@ -19,6 +19,7 @@ import pytest
 import ray
 import ray.train
 from conftest import read_arrays
+from notebook_module import initial_state
 
 import trainkit.checkpoints
 import trainkit.config
@@ -169,24 +170,18 @@ def at_step(step: int):
 
 def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
     """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
-    rows = trainkit.devices.local_rows(config, mesh)
-    if split == "val":
-        return iter(tutorial.validation_windows(config, mesh, rows))
-    batches = (  # as in train_loop_per_worker
-        batch
-        for steps in trainkit.token_files.step_ranges(config, first_step)
-        for batch in tutorial.make_token_dataset(
-            config, split, steps, rows
-        ).iter_batches(batch_size=len(rows), prefetch_batches=2)
-    )
-    return trainkit.devices.global_batches(batches, config, mesh, first_step)
+    ranges = [range(config.eval_steps)]
+    if split == "train":
+        ranges = trainkit.token_files.step_ranges(config, first_step)
+    for steps in ranges:
+        yield from tutorial.read_batches(config, mesh, split, steps)
 
 
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run in this process, without Ray Train."""
     config = dataclasses.replace(config, num_workers=1)
     mesh = trainkit.devices.make_mesh(config)
-    state, losses = tutorial.initial_state(config, mesh), []
+    state, losses = initial_state(tutorial, config, mesh), []
     for windows in batches_of(tutorial, config, mesh):
         state, metrics = tutorial.train_step(state, windows, config)
         losses.append(float(metrics["loss"]))

@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "test_windows.py::test_same_order_twice_and_from_the_middle",
         "README.ipynb",
-        "sequence = (steps.start + step) * B",
-        "sequence = step * B",
+        "sequence = (steps.start + step) * config.batch_size",
+        "sequence = step * config.batch_size",
     ),
     Mutation(
         "test_windows.py::test_a_missing_window_is_noticed",
@@ -61,7 +61,7 @@ MUTATIONS = [
     ),
     Mutation(
         "test_model.py::test_initialization",
-        "README.ipynb",
+        "trainkit/layers.py",
         "math.sqrt(2 * config.n_layer) if residual",
         "math.sqrt(config.n_layer) if residual",
     ),
@@ -79,19 +79,19 @@ MUTATIONS = [
     ),
     Mutation(
         "test_training.py::test_accumulation_equals_the_large_batch",
-        "README.ipynb",
+        "trainkit/gradients.py",
         "jax.tree.map(lambda x: x / k, total)",
         "jax.tree.map(lambda x: x, total)",
     ),
     Mutation(
         "test_training.py::test_step_is_deterministic_and_depends_on_the_step_number",
-        "README.ipynb",
+        "trainkit/gradients.py",
         "jax.random.fold_in(jax.random.key(config.seed), state.step)",
         "jax.random.key(config.seed)",
     ),
     Mutation(
         "test_devices.py::test_parameters_are_divided_as_the_table_says",
-        "README.ipynb",
+        "trainkit/layers.py",
         "nnx.with_partitioning(nnx.initializers.zeros, axes[1:])",
         "nnx.with_partitioning(nnx.initializers.zeros, axes[-1:])",
     ),
@@ -126,7 +126,7 @@ MUTATIONS = [
         "if n <= step + 1]",
     ),
     Mutation(
-        "test_faults.py::test_bad_steps_are_skipped_up_to_a_bound",
+        "test_faults.py::test_a_loss_that_is_no_number_ends_the_run",
         "trainkit/run_log.py",
         "        return True",
         "        return False",

@@ -17,6 +17,7 @@ import ray.train
 from accidents import batches_of, copy_run, disk_of
 from conftest import read_arrays
 from flax import nnx
+from notebook_module import abstract_state
 
 import trainkit.checkpoints
 import trainkit.config
@@ -63,7 +64,7 @@ def test_a_checkpoint_is_whole(tutorial, finished):
     metadata = checkpointer.metadata(result.checkpoint.path).custom_metadata
     assert trainkit.config.TrainingConfig(**metadata) == config
     alone = dataclasses.replace(config, num_workers=1)
-    state = tutorial.abstract_state(alone, trainkit.devices.make_mesh(alone))
+    state = abstract_state(tutorial, alone, trainkit.devices.make_mesh(alone))
     saved = read_arrays(result.checkpoint.path)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
     assert sorted(leaf.shape for leaf in saved) == shapes
@@ -96,7 +97,7 @@ def test_an_old_checkpoint_is_still_read(tutorial):
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
     assert trainkit.checkpoints.list_saved(config) == ["step_00000003"]
-    target = tutorial.abstract_state(config, trainkit.devices.make_mesh(config))
+    target = abstract_state(tutorial, config, trainkit.devices.make_mesh(config))
     orbax = trainkit.checkpoints.create_orbax(config)
     state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
     assert hashes(state) == expected and int(state.step) == 3

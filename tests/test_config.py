@@ -129,7 +129,6 @@ def test_run_name_follows_the_recipe():
         ).run_name
 
     assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
-    assert name() != name(max_skipped_steps=2)  # the optimizer's state has another form
     assert name() != name(max_documents=9) != name(max_documents=8)
     free = {"loss_chunks": 2, "scan_layers": True, "device_batch_size": 1, "fsdp": 2}
     assert name() == name(**free)  # rounding, at most

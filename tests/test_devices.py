@@ -28,7 +28,7 @@ import json, sys
 sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
 import jax, numpy as np, trainkit.config, trainkit.devices
 from jax.sharding import NamedSharding, PartitionSpec
-from notebook_module import load_notebook
+from notebook_module import initial_state, load_notebook
 from program import count_collectives, parse
 from tpu_compile import compile_step
 
@@ -48,7 +48,7 @@ def prepare(devices, shape, n_layer=1):
 
 def run(devices, shape):
     config, mesh, step = prepare(devices, shape)
-    state, losses = tutorial.initial_state(config, mesh), []
+    state, losses = initial_state(tutorial, config, mesh), []
     shapes = {
         ".".join(map(str, path)): (p.shape, p[...].addressable_shards[0].data.shape)
         for path, p in tutorial.nnx.to_flat_state(state.params)

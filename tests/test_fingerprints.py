@@ -14,7 +14,7 @@ import trainkit.fingerprints
 import trainkit.launch
 import trainkit.token_files
 
-ROOTS = ("initial_state", "train_step", "make_token_dataset")
+ROOTS = ("create_state", "train_step", "make_token_dataset")
 
 
 def roots(tutorial) -> tuple:

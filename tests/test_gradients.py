@@ -119,7 +119,7 @@ def run(data, fsdp, tensor, **changes):
         devices_per_worker=len(devices), **{"compute_dtype": "float32"} | changes)
     mesh = trainkit.devices.make_mesh(config, devices)
     step = compile_step(tutorial, config, mesh)[0]
-    state, losses = tutorial.initial_state(config, mesh), []
+    state, losses = initial_state(tutorial, config, mesh), []
     for batch in windows:
         batch = jax.device_put(batch, trainkit.devices.batch_sharding(mesh))
         state, metrics = step(state, batch)

@@ -133,7 +133,7 @@ def checkpointer(small, monkeypatch, tmp_path):
 
 def upload(saved) -> ray.train.Checkpoint:
     """What Ray's upload thread does."""
-    return saved.options["checkpoint_upload_fn"](saved.checkpoint, "name")
+    return saved.finish(saved.checkpoint, "name")
 
 
 def test_failed_save_is_seen_by_the_loop_and_by_rays_thread(checkpointer, monkeypatch):
@@ -523,21 +523,3 @@ def test_watchdog_ends_a_process_that_hangs_in_c():
     assert "Timeout" in result.stderr and "in wait_in_c" in result.stderr
     command[-1] = "stopped"
     assert subprocess.run(command, timeout=60).returncode == 0
-
-
-def test_learning_rate_in_the_log_is_the_one_that_is_used(tutorial, small):
-    """A step that is skipped doesn't count for Adam, so not for its schedule either."""
-    config = small(max_skipped_steps=2)
-    schedule, state = (
-        tutorial.learning_rate_schedule(config),
-        tutorial.create_state(config),
-    )
-    state = state._replace(
-        step=state.step + 3,
-        opt_state=state.opt_state._replace(
-            total_notfinite=state.opt_state.total_notfinite + 2
-        ),
-    )
-    windows = np.ones((config.batch_size, config.block_size + 1), np.uint16)
-    metrics = tutorial.train_step(state, windows, config)[1]
-    assert float(metrics["learning_rate"]) == float(schedule(1))

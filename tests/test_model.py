@@ -12,6 +12,7 @@ from flax import nnx
 from samples import random_tokens
 
 import trainkit.config
+import trainkit.states
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,12 @@ def test_parameter_counts_of_the_published_models(
     tutorial, layers, heads, width, parameters
 ):
     shape = {"n_layer": layers, "n_head": heads, "n_embd": width}
-    assert tutorial.count_parameters(trainkit.config.ModelConfig(**shape)) == parameters
+    assert (
+        trainkit.states.count_parameters(
+            tutorial.create_model, trainkit.config.ModelConfig(**shape)
+        )
+        == parameters
+    )
 
 
 def test_initialization(tutorial):

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import json
 import os
 import re
 import shutil
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import ray.train
+import reading_time
 import render_readme
 from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
 import trainkit.fingerprints
+import trainkit.huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
@@ -89,9 +93,7 @@ def executed(smoke_folder):
 
 def training_of(cells) -> str:
     """What the training cell printed."""
-    (cell,) = (
-        c for c in cells if c.source.startswith("trainer = make_trainer(config)")
-    )
+    (cell,) = (c for c in cells if c.source.startswith("result = make_trainer(config)"))
     return text_of([cell])
 
 
@@ -114,49 +116,22 @@ def test_notebook_trains(executed):
 
 
 @pytest.mark.slow
-def test_notebook_shows_what_the_page_promises(executed):
-    text = text_of(executed)
-    for pattern in (
-        r"1 node\(s\), \d+ CPUs, no accelerator",
-        r"6,837,888 parameters in configs/smoke.yaml",
-        r"\{'slope': (3\.0|2\.99).*, 'intercept': (1\.0|0\.99).*, 'points in a batch': 64\}",
-        r"first loss 10\.\d+; ln\(50,257\) is 10\.82",
-        r"perplexity \d+\.\d",
-        r"The value of the expression",
-        r"model.safetensors",
-        r"\{'step': 20, 'loss': [5-8]\.\d+\}",  # of the stream
-    ):
-        assert re.search(pattern, text), pattern
+def test_page_shows_what_the_cells_show(executed, smoke_folder):
+    """Line by line, whatever the digits, as `ci/render_readme.py --run` left it.
 
-
-def expected_outputs() -> list[tuple[str, list[str]]]:
-    """The page's blocks of output: the id of the cell above each, and its lines."""
-    found, above = [], None
-    for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells:
-        if cell.cell_type == "code":
-            above = cell.id
-        for block in re.findall(r"^```text\n(.*?)^```", cell.source, re.M | re.S):
-            found.append((above, re.sub(NUMBER, "0", block).splitlines()))
-    return found
-
-
-@pytest.mark.slow
-def test_expected_output_has_the_form_of_the_real_one(executed):
-    """Line by line and in order, whatever the digits; "..." stands for lines left out.
-
-    Of what `decode` and `generate` return, which differs from one machine or version of
-    Python to another, only the first two words.
+    Of cells that show text, which differs from one machine or version of Python to another,
+    only that they show something.
     """
-    cells, blocks = {cell.id: cell for cell in executed}, expected_outputs()
-    assert len(blocks) >= 8
-    for above, lines in blocks:
-        shown = iter(re.sub(NUMBER, "0", text_of([cells[above]])).splitlines())
-        if re.search(
-            r"tokenizer\.decode\(row|generate\.generate\(", cells[above].source
-        ):
-            lines = re.findall(r"^\S+ +\S+", lines[0])
-        for line in lines:
-            assert line == "..." or any(line in other for other in shown), line
+    shown = json.loads(render_readme.OUTPUTS.read_text())["cells"]
+    assert [cell.id for cell in executed] == list(shown)
+    for cell in executed:
+        found = render_readme.text_of(cell, smoke_folder)
+        texts = shown[cell.id]["text"], found
+        page, ours = (re.sub(NUMBER, "0", text).splitlines() for text in texts)
+        if cell.id in ("windows-demo", "prepare", "generate", "plans"):
+            assert bool(page) == bool(ours), cell.id
+        else:
+            assert page == ours, cell.id
 
 
 @pytest.mark.slow
@@ -187,20 +162,21 @@ def test_change_a_line_and_run_again(tmp_path):
     once = [cell for cell in cells if not cell.id.endswith("-again")]
     text = training_of(again)
     assert re.search(r"^.*step 2 \| tokens 1,024 \|", text, re.M)
-    assert "Going on from" not in text
+    assert "Continuing from" not in text
     first, second = (
         [re.findall(pattern, text_of(part)) for part in (once, again)]
         for pattern in (r"([\d,]+) parameters in", r"storage/runs/(smoke-\w+)")
     )
     assert first[0] and first[1] and first[0] != first[1]
     assert second[0] and second[1] and not set(second[0]) & set(second[1])
-    assert len(list(tmp_path.glob("storage/huggingface/smoke-*"))) == 2
 
 
 @pytest.mark.slow
-def test_exported_model_answers_where_our_code_is_not(smoke_folder, tmp_path):
+def test_exported_model_answers_where_our_code_is_not(tutorial, smoke_folder, tmp_path):
     """The model that the notebook trained, through transformers alone."""
-    (exported,) = smoke_folder.glob("storage/huggingface/smoke-*")
+    (saved,) = smoke_folder.glob("storage/runs/smoke-*/step_00000040")
+    model = tutorial.load_model(ray.train.Checkpoint(str(saved)))
+    exported = trainkit.huggingface.export(model, tmp_path / "exported")
     script = f"""
 import sys
 from transformers import pipeline
@@ -282,14 +258,14 @@ def cell_with(*strings: str) -> str:
 
 
 def test_the_story_is_short():
-    sources = [cell.source for cell in code_cells()]
-    lengths = [len(source.splitlines()) for source in sources]
-    assert len(sources) <= 60 and sum(lengths) <= 700
+    """Read in 35 minutes, with GPT-2 launched before two thirds of them."""
+    steps, share = reading_time.count()
+    assert sum(steps.values()) <= reading_time.LONGEST
+    assert share <= reading_time.LATEST
     long = {cell_with("class GPT2("), cell_with("def train_loop_per_worker(")}
-    for source, length in zip(sources, lengths):
-        assert length <= (45 if source in long else 30), source
+    for source in (cell.source for cell in code_cells()):
+        assert len(source.splitlines()) <= (48 if source in long else 34), source
         ast.parse(source)
-    assert len((ROOT / "README.md").read_text()) < 70_000
 
 
 def test_a_trainer_runs_in_the_first_quarter_of_the_page():
@@ -308,8 +284,13 @@ def test_every_fourth_cell_shows_something(executed):
 def test_what_ray_does_stands_in_the_notebook():
     """And not in a file that the reader would have to open."""
     loop = cell_with("def train_loop_per_worker(")
-    for call in ("ray.train.get_checkpoint()", ".iter_batches(", "ray.train.report("):
+    for call in (
+        "ray.train.get_checkpoint()",
+        "ray.train.report(",
+        "checkpoint_upload",
+    ):
         assert call in loop, call
+    cell_with("def read_batches(", "make_token_dataset(", ".iter_batches(")
     cell_with("use_tpu=True", 'topology="4x4"', 'accelerator_type="TPU-V6E"')
 
 

@@ -95,12 +95,14 @@ def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams)
     config = write_bins(
         small(vocab_size=61, batch_size=8, max_steps=40, fsdp=2, devices_per_worker=2)
     )
-    train_loop, abstract_state = tutorial.train_loop_per_worker, tutorial.abstract_state
+    train_loop = tutorial.train_loop_per_worker
+    create_state, rules = tutorial.create_state, tutorial.SHARDING_RULES
 
     def loop(settings):
         train_loop(settings)
         config = trainkit.config.TrainingConfig(**settings)
-        state = abstract_state(config, trainkit.devices.make_mesh(config))
+        mesh = trainkit.devices.make_mesh(config)
+        state = trainkit.states.abstract_state(create_state, config, mesh, rules)
         spec = state.params[layer]["kernel"].sharding.spec
         (config.run_path / "divided").write_text(str(spec))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import render_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.ipynb", "docs/guide.md", "benchmarks/README.md", "CONTRIBUTING.md"]
@@ -250,6 +251,7 @@ def written(source) -> dict:
     """What the page's source says, in the form of `seen`."""
     if source.suffix == ".ipynb":
         notebook = nbformat.read(source, as_version=4)
+        notebook = render_readme.with_outputs(notebook)
         cells, info = notebook.cells, notebook.metadata.language_info
     else:
         cells, info = [nbformat.v4.new_markdown_cell(source.read_text())], {}

@@ -88,7 +88,7 @@ import sys
 sys.path[:0] = {root!r}, {root!r} + "/ci"
 from pathlib import Path
 import jax
-from notebook_module import load_notebook
+from notebook_module import initial_state, load_notebook
 from trainkit.checkpoints import create_orbax, save_in_background
 from trainkit.config import TrainingConfig
 from trainkit.devices import make_mesh
@@ -96,7 +96,7 @@ rank = int(sys.argv[1])
 jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
 tutorial = load_notebook()
 config = TrainingConfig(**{settings!r})
-state = tutorial.initial_state(config, make_mesh(config))
+state = initial_state(tutorial, config, make_mesh(config))
 if rank == 1:  # what a worker that was killed left there; it takes a while to delete
     left = Path({folder!r}, "1", "saved.orbax-checkpoint-tmp")
     left.mkdir(parents=True)

@@ -9,6 +9,7 @@ import tiktoken
 import tokenizers
 import transformers
 import yaml
+from notebook_module import initial_state
 from samples import END, byte_pairs
 
 import trainkit.corpus
@@ -115,7 +116,7 @@ def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_p
     assert found.tolist() == expected
 
     mesh = trainkit.devices.make_mesh(config)
-    state = tutorial.initial_state(config, mesh)
+    state = initial_state(tutorial, config, mesh)
     windows = tutorial.make_token_dataset(config, "train", range(1)).take_batch(2)
     assert windows["tokens"].dtype == np.uint32
     loss = tutorial.train_step(state, windows["tokens"], config)[1]["loss"]

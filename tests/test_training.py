@@ -9,6 +9,7 @@ import torch
 from samples import run, windows_for
 
 import trainkit.huggingface
+import trainkit.states
 
 
 def test_learning_rate_is_nanogpts(tutorial, small):
@@ -101,7 +102,9 @@ def test_accumulation_costs_one_buffer(tutorial, small):
         compiled = tutorial.train_step.lower(state, windows, config).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    gradients = 4 * tutorial.count_parameters(small())  # bytes
+    gradients = 4 * trainkit.states.count_parameters(
+        tutorial.create_model, small()
+    )  # bytes
     assert temporary(8) - temporary(2) < gradients / 10
 
 
@@ -149,7 +152,9 @@ def test_evaluation_is_the_mean_without_dropout(tutorial, small):
     params = tutorial.create_state(config).params
     windows = windows_for(config, 1)[0]
     loss = tutorial.eval_step(params, windows, config)
-    expected = tutorial.loss_fn(tutorial.assemble(config, params), windows)
+    expected = tutorial.loss_fn(
+        trainkit.states.assemble(tutorial.create_model, config, params), windows
+    )
     assert float(loss) == pytest.approx(float(expected), abs=1e-5)
 
 

@@ -49,7 +49,9 @@ def test_workers_share_each_batch(tutorial, cluster, small, write_bins):
     """Two workers' rows, put together, are the batches of one worker."""
     config = write_bins(small())
     whole, tokens = read_training(tutorial, config)
-    parts = [read_training(tutorial, config, rows=rows) for rows in ([0, 1], [2, 3])]
+    parts = [
+        read_training(tutorial, config, rows=np.array(r)) for r in ([0, 1], [2, 3])
+    ]
     assert not set(parts[0][0]) & set(parts[1][0])
     merged = np.concatenate([p[1].reshape(-1, 2, 17) for p in parts], axis=1)
     np.testing.assert_array_equal(merged.reshape(-1, 17), tokens)

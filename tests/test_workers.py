@@ -244,13 +244,13 @@ def test_address_of_a_cluster_that_is_gone(monkeypatch):
         host, port = server.getsockname()
         for address in ("", "auto", "local", f"{host}:{port}", f"ray://{host}:{port}"):
             monkeypatch.setenv("RAY_ADDRESS", address)
-            trainkit.workers.check_address()
+            trainkit.check_address()
     for address in (f"{host}:{port}", f"ray://{host}:{port}"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(
             ConnectionError, match=f"RAY_ADDRESS is '{address}', and no"
         ):
-            trainkit.workers.check_address()
+            trainkit.check_address()
 
 
 def test_batch_sizes_that_divide_badly_are_named(small):

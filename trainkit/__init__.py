@@ -5,9 +5,11 @@ config        what decides a run: TrainingConfig, load_config, and what is refus
 fingerprints  what tells files from others, and code from other code
 corpus        documents: from the hub, from files, or built in
 token_files   train.bin and val.bin, and the order of their windows
-devices       the mesh of all devices, batches and gradients on it
+devices       the mesh of all devices, and batches on it
+gradients     of micro-batches, and over all devices
 layers        attention kernels, scanned blocks, the loss in parts
 huggingface   published weights in, the trained model out
+states        models and states, as shapes and as arrays
 checkpoints   save, restore, refuse; which are whole
 run_log       metrics.jsonl, TensorBoard, MFU, profile, divergence
 workers       resources, environment, the right GPUs, how each starts and is watched
@@ -20,11 +22,47 @@ the notebook: what needs the model takes it as an argument.
 """
 
 import importlib.metadata
+import os
 import platform
 import re
+import socket
 import sys
 
 OLDEST = {"jax": "0.10.2", "flax": "0.12.8", "ray": "2.60.0"}  # that the tests ran with
+
+
+def set_up_driver() -> None:
+    """Prepare this process to start or join a Ray cluster: the notebook's first call.
+
+    Raises:
+        ImportError: as `check_versions` says.
+        ConnectionError: as `check_address` says.
+    """
+    check_versions()
+    check_address()
+    os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = (
+        "0.5"  # notice a dead worker sooner
+    )
+
+
+def check_address() -> None:
+    """Refuse a RAY_ADDRESS where nothing answers; Ray would try for minutes.
+
+    Raises:
+        ConnectionError: with the address, and what to do.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)):
+        return
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=5).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). Start it, "
+            "or unset RAY_ADDRESS to start Ray on this machine."
+        ) from error
 
 
 def check_versions() -> None:

@@ -58,7 +58,10 @@ class Saved(NamedTuple):
     """A checkpoint that is being written, for `ray.train.report`."""
 
     checkpoint: ray.train.Checkpoint | None  # None: Ray has that name on record
-    options: dict[str, Any]  # the other arguments of `report`
+    name: str  # of its folder, in the run's
+    finish: Callable[
+        ..., ray.train.Checkpoint
+    ]  # returns when this worker's part is there
 
 
 class Checkpointer:
@@ -113,15 +116,7 @@ class Checkpointer:
             self.orbax, written, state, custom_metadata=settings, force=True
         )
         self.saving = saving = self.thread.submit(self.finish, written, stored)
-        return Saved(
-            None if known else stored,
-            {
-                "checkpoint_dir_name": name,
-                "checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC,
-                "checkpoint_upload_fn": lambda *_: saving.result(),
-                "delete_local_checkpoint_after_upload": False,
-            },
-        )
+        return Saved(None if known else stored, name, lambda *_: saving.result())
 
     def finish(
         self, written: Path, stored: ray.train.Checkpoint
@@ -184,7 +179,8 @@ class Checkpointer:
             if isinstance(error, unless) or not is_damage(error):
                 raise
             raise RuntimeError(refuse(config, names[0], error)) from error
-        print(f"Going on from {config.run_path / names[0]}")
+        if jax.process_index() == 0:
+            print(f"Continuing from {config.run_path / names[0]}")
         report_unrecorded(config, [name for name in names if name > latest])
         return state
 

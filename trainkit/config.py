@@ -93,7 +93,6 @@ class RecipeConfig(ShapeConfig):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     grad_clip: Positive = 1.0  # global norm
-    max_skipped_steps: Annotated[int, Field(ge=0)] = 0  # non-finite ones in a row
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
 
 

@@ -1,10 +1,9 @@
-"""The mesh: all devices of all workers along named axes, batches and gradients on it."""
+"""The mesh: all devices of all workers along named axes, and batches on it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -36,7 +35,7 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 def divide_windows(x: jax.Array) -> jax.Array:
     """Divide `x`, [B, T, D], by windows only, if there are devices to divide it over.
 
-    In `mean_over_devices`, each device has its own windows already.
+    In `gradients.mean_over_devices`, each device has its own windows already.
     """
     if set(BATCH_AXES) <= automatic_axes():
         return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
@@ -47,60 +46,6 @@ def automatic_axes() -> set[str]:
     """The mesh axes over which XLA divides what this code computes, if there is a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
-
-
-def mean_over_devices(
-    loss_and_gradients: Callable, params: nnx.State, windows: jax.Array, rules: tuple
-) -> tuple[jax.Array, nnx.State]:
-    """The mean loss of all windows, and its gradients: computed apart, summed up once.
-
-    Each device fetches the parameters that it lacks, computes the gradients of its own
-    windows, however many micro-batches they are, and only then are those of all devices
-    summed, in float32. With `fsdp`, each device gets no more of the sum than its part of
-    the parameters (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5).
-
-    Args:
-        loss_and_gradients: a function of all parameters and a device's windows. It returns
-            their mean loss and its gradients, float32.
-        params: divided over the mesh as `rules` say of their logical axes.
-        windows: [B, T + 1], divided over the mesh by `batch_sharding`.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
-    if not axes:
-        return loss_and_gradients(params, windows)
-    with nnx.logical_axis_rules(rules):
-        specs = nnx.get_partition_spec(params)
-    # What `tensor` divides is left to XLA.
-    specs = jax.tree.map(
-        lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)), specs
-    )
-
-    def fetch(x, spec):
-        if "fsdp" not in spec:
-            return x
-        return jax.lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True)
-
-    def mean(x, spec):
-        others = axes
-        if "fsdp" in spec:
-            dimension = spec.index("fsdp")
-            x = jax.lax.psum_scatter(x, "fsdp", scatter_dimension=dimension, tiled=True)
-            others = tuple(axis for axis in axes if axis != "fsdp")
-        return jax.lax.psum(x, others) / jax.lax.axis_size(axes)
-
-    def on_device(params, windows):
-        everything = jax.tree.map(fetch, params, specs)
-        loss, gradients = loss_and_gradients(everything, windows)
-        return jax.lax.pmean(loss, axes), jax.tree.map(mean, gradients, specs)
-
-    return jax.shard_map(
-        on_device,
-        in_specs=(specs, PartitionSpec(axes)),
-        out_specs=(PartitionSpec(), specs),
-        axis_names={*axes} if mesh.shape["tensor"] > 1 else {*mesh.axis_names},
-        check_vma=False,
-    )(params, windows)
 
 
 def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:

@@ -7,6 +7,7 @@ number would say so.
 
 import ast
 import copy
+import difflib
 import dis
 import functools
 import hashlib
@@ -56,6 +57,13 @@ def collect_code(functions: tuple[Callable, ...]) -> dict[str, str]:
             elif name in module and isinstance(used, CONSTANTS):
                 found[name] = ast.parse(f"{name} = {used!r}").body[0]
     return {name: normal(found[name]) for name in sorted(found)}
+
+
+def diff(before: Callable, after: Callable) -> str:
+    """What differs between the definitions of two functions, line by line, whole."""
+    sides = [inspect.getsource(f).splitlines() for f in (before, after)]
+    lines = difflib.unified_diff(*sides, n=len(sides[0]), lineterm="")
+    return "\n".join([*lines][3:])  # without the names of files, and of the place
 
 
 def of_code(function: Callable) -> str:

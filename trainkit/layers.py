@@ -1,4 +1,4 @@
-"""What a model is made of that has more than one form: attention, blocks, and the loss.
+"""What a model is made of: layers, attention, blocks, and the loss.
 
 Attention has a kernel for each platform; blocks run one by one or scanned; logits are the
 largest array of all, so the loss takes them in parts. In the comments, B is the batch, T the
@@ -15,16 +15,55 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from trainkit import devices
-from trainkit.config import SPLASH_BLOCK
+from trainkit.config import SPLASH_BLOCK, ModelConfig
 
 
-def attend(kind: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def linear(config: ModelConfig, inputs, outputs, axes, *, residual=False, rngs):
+    """A dense layer with GPT-2's initialization; `axes` names those of its kernel.
+
+    Args:
+        residual: whether the result is added to the residual stream. Such weights begin
+            smaller, by 1 / sqrt(2 n_layer) (Radford et al. 2019, section 2.3).
+    """
+    std = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
+    return nnx.LinearGeneral(
+        inputs,
+        outputs,
+        kernel_init=nnx.with_partitioning(nnx.initializers.normal(std), axes),
+        bias_init=nnx.with_partitioning(nnx.initializers.zeros, axes[1:]),
+        dtype=config.compute_dtype,
+        rngs=rngs,
+    )
+
+
+def embedding(config: ModelConfig, rows: int, axis: str | None, *, rngs) -> nnx.Embed:
+    """A table of `rows` embeddings, [rows, D], float32; `axis` names its first axis.
+
+    The gradient of a frequent token is a sum over thousands of places, too many for
+    bfloat16's eight bits of precision.
+    """
+    init = nnx.with_partitioning(nnx.initializers.normal(0.02), (axis, "embed"))
+    return nnx.Embed(rows, config.n_embd, embedding_init=init, rngs=rngs)
+
+
+def layer_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """GPT-2's layer norm."""
+    dtype = config.compute_dtype
+    return nnx.LayerNorm(config.n_embd, epsilon=1e-5, dtype=dtype, rngs=rngs)
+
+
+def attend(
+    kind: str, q: jax.Array, k: jax.Array, v: jax.Array, cache: dict | None = None
+) -> jax.Array:
     """Causal attention; q, k, v, and the result are [B, T, H, D/H].
 
     Args:
         kind: "xla" runs anywhere and keeps a score for each pair of tokens in memory. The
             fast kernels never do: "cudnn" on NVIDIA GPUs, "splash" on TPUs.
+        cache: when generating, what `attend_to_cache` needs.
     """
+    if cache is not None:
+        return attend_to_cache(q, k, v, cache)
     kernel = splash_attention
     if kind != "splash":  # is_causal masks inside the kernel; a mask array is slow
         kernel = partial(
@@ -61,20 +100,6 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
     q, k, v = (x.swapaxes(1, 2) for x in (q / math.sqrt(size), k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
-
-
-def cast_kernels(params: nnx.State, dtype: str) -> nnx.State:
-    """`params` with the kernels of layers in the type that these layers compute in.
-
-    They would cast them each time. Once a step is once for all micro-batches, and the
-    devices fetch half the bytes from one another.
-    """
-
-    def cast(path, param):
-        is_kernel = path[-1] == "kernel"
-        return param.replace(param[...].astype(dtype)) if is_kernel else param
-
-    return nnx.map_state(cast, params)
 
 
 def project_to_heads(
@@ -114,17 +139,25 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> ja
 
 
 def run_blocks(
-    blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None, caches: list | None = None
+    blocks: nnx.List,
+    x: jax.Array,
+    rngs: nnx.Rngs | None,
+    caches: list | None = None,
+    scan: bool = False,
 ) -> jax.Array:
     """The last block's output, [B, T, D], from the first block's input `x`.
+
+    With `scan`, `scan_blocks` computes it, except when generating, with `caches`.
 
     XLA finds out by itself how to divide every intermediate result over the devices, but
     between blocks it needs a hint: each device keeps its own windows, and fetches the
     parameters that it lacks.
     """
+    if scan and caches is None:
+        return devices.divide_windows(scan_blocks(blocks, x, rngs))
     for block, cache in zip(blocks, caches or [None] * len(blocks)):
         x = block(devices.divide_windows(x), rngs=rngs, cache=cache)
-    return x
+    return devices.divide_windows(x)
 
 
 def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:

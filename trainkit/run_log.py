@@ -235,12 +235,7 @@ def has_diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
     for step, metrics in recent.items():
         names = ("loss", "grad_norm", "val_loss")
         values = {name: float(metrics[name]) for name in names if name in metrics}
-        in_a_row = int(metrics.get("skipped_in_a_row", 0))
         if all(map(math.isfinite, values.values())):
-            continue
-        skipped = 0 < in_a_row <= config.max_skipped_steps
-        if skipped and math.isfinite(values.get("val_loss", 0)):
-            print(f"step {step}: skipped, {values}")
             continue
         last = next(iter(checkpoints.list_saved(config)), "none yet")
         message = f"Diverged at step {step}: {values}. Last good checkpoint: {last}."

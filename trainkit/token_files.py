@@ -344,6 +344,22 @@ def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return index.astype(np.int64)
 
 
+def window_at(config, split: str, sequence: np.ndarray) -> np.ndarray:
+    """Which window of its file stands at each place of the run, int64.
+
+    An epoch of "train" has each window once, in an order of its own; "val" isn't shuffled.
+
+    Args:
+        sequence: places in the run: step x batch_size + place in the batch.
+    """
+    n_windows = count_windows(config, split)
+    epoch, window = np.divmod(sequence, n_windows)
+    if split == "train":
+        key = config.seed * 2**32 + epoch
+        window = shuffle_index(window, n_windows, key)
+    return window
+
+
 def read(config, split: str, windows: np.ndarray) -> np.ndarray:
     """The windows with these numbers, `config.token_dtype` [windows, block_size + 1].
 

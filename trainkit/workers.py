@@ -6,7 +6,6 @@ import glob
 import math
 import os
 import re
-import socket
 import sys
 import zlib
 
@@ -20,25 +19,19 @@ from jax.experimental import multihost_utils
 from trainkit import devices
 from trainkit.config import TrainingConfig, most_workers
 
+DEFAULTS = {
+    "TPU": "configs/stories-tpu-v6e.yaml",
+    "GPU": "configs/stories.yaml",
+    "CPU": "configs/smoke.yaml",
+}
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
 
-def check_address() -> None:
-    """Refuse a RAY_ADDRESS where nothing answers; Ray would try for minutes.
-
-    Raises:
-        ConnectionError: with the address, and what to do.
-    """
-    address = os.environ.get("RAY_ADDRESS", "")
-    if not (found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address)):
-        return
-    try:
-        socket.create_connection((found[1], int(found[2])), timeout=5).close()
-    except OSError as error:
-        raise ConnectionError(
-            f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). Start it, "
-            "or unset RAY_ADDRESS to start Ray on this machine."
-        ) from error
+def default_config() -> str:
+    """The configuration that fits the cluster: for its TPUs, its GPUs, or two CPU cores."""
+    found = ray.cluster_resources()
+    kind = next((kind for kind in ("TPU", "GPU") if kind in found), "CPU")
+    return DEFAULTS[kind]
 
 
 def with_num_workers(config: TrainingConfig) -> TrainingConfig:

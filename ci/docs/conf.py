@@ -4,10 +4,15 @@ The theme, the extensions that touch a notebook, and MyST's options are those of
 own doc/source/conf.py; `bash ci/docs.sh` builds the pages.
 """
 
-import json
+import sys
+from pathlib import Path
 
+import nbformat
 from docutils import nodes
 from sphinx.parsers import Parser
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import render_readme
 
 project = "GPT-2 on Ray Train"
 html_title = project
@@ -74,24 +79,21 @@ class SourceParser(Parser):
 
 
 def add_contents(app, docname: str, source: list[str]) -> None:
-    """Add the header's links to the notebook; on GitHub, a directive would be noise."""
+    """Add to the notebook what its cells showed, and the header's links.
+
+    (On GitHub, a directive would be noise.)
+    """
     if docname != root_doc:
         return
-    notebook = json.loads(source[0])
+    notebook = render_readme.with_outputs(nbformat.reads(source[0], as_version=4))
     entries = [
         f"{title} <{'self' if page == root_doc else page}>"
         for page, title in PAGES.items()
         if page in app.env.found_docs
     ]
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *entries, "```"])
-    cell = {
-        "cell_type": "markdown",
-        "id": "contents",
-        "metadata": {},
-        "source": toctree,
-    }
-    notebook["cells"].append(cell)
-    source[0] = json.dumps(notebook)
+    notebook.cells.append(nbformat.v4.new_markdown_cell(toctree))
+    source[0] = nbformat.writes(notebook)
 
 
 def setup(app) -> None:
