@@ -34,27 +34,6 @@ RECORD = "checkpoint_manager_snapshot.json"
 # What decides is on storage.
 
 
-def record_of(*names: str) -> str:
-    """What Ray writes of checkpoints with these names."""
-    results = [
-        {"version": 0, "checkpoint_dir_name": name, "metrics": {"val_loss": 1.0}}
-        for name in names
-    ]
-    state = {
-        "ray_version": ray.__version__,
-        "checkpoint_results": results,
-        "checkpoint_report_indices": list(range(len(names))),
-        "latest_checkpoint_result": results[-1] if results else None,
-        "pending_training_results": [],
-        "pending_validation_specs": [],
-        "current_report_index": len(names),
-        "validated_checkpoint_dir_names": [],
-        "timed_out_validation_checkpoint_dir_names": [],
-        "failed_validation_checkpoint_dir_names": [],
-    }
-    return json.dumps(state)
-
-
 @pytest.fixture
 def run_of(small):
     """A function that makes the folder of a run with checkpoints of these names."""
@@ -72,40 +51,17 @@ def run_of(small):
 
 
 FIRST, SECOND = "step_00000010", "step_00000020"
-FLAWED = {
-    "": "Expecting value",
-    record_of(FIRST, SECOND)[:-9]: "Expecting|Unterminated|delimiter",
-    record_of(FIRST, "step_00000030"): "step_00000030",
-    record_of(): None,
-    record_of(FIRST, SECOND): None,
-}
 
 
-@pytest.mark.parametrize("text", FLAWED, ids=["empty", "cut", "gone", "none", "good"])
-def test_record_that_ray_cannot_use_is_set_aside(run_of, capsys, text):
+@pytest.mark.parametrize("text", ["", "{", '{"checkpoint_results": [{"'])
+def test_a_launch_deletes_rays_record(run_of, cluster, text):
+    """Ray would refuse one that is empty, cut off, or names what isn't there."""
     config = run_of(FIRST, SECOND)
     record = config.run_path / RECORD
     record.write_text(text)
-    trainkit.checkpoints.check_record(config)
-    said = capsys.readouterr().out
-    if FLAWED[text] is None:
-        assert record.read_text() == text and not said
-    else:
-        assert not record.exists()
-        assert (config.run_path / RECORD.replace("json", "aside")).read_text() == text
-        assert SECOND in said and str(record.with_suffix(".aside")) in said
-
-
-def test_record_that_names_a_refused_checkpoint_is_set_aside(run_of, capsys):
-    """Or `get_best_checkpoint` would return it."""
-    config = run_of(FIRST, SECOND)
-    record = config.run_path / RECORD
-    record.write_text(record_of(FIRST, SECOND))
-    trainkit.checkpoints.refuse(config, SECOND, ValueError("DATA_LOSS"))
-    trainkit.checkpoints.check_record(config)
+    trainkit.launch.check(config)
     assert not record.exists()
-    said = capsys.readouterr().out
-    assert f"{SECOND}, which is refused" in said and f"goes on from {FIRST}" in said
+    assert trainkit.checkpoints.list_saved(config) == [SECOND, FIRST]
 
 
 def test_what_is_half_written_or_refused_does_not_count(run_of):

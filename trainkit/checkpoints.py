@@ -8,8 +8,9 @@ store, such as S3, where nothing can be renamed, each worker writes its shards t
 its own, uploads them, and adds a mark. `ray.train.report` records a checkpoint once all
 workers are done with it, and Ray Train then deletes those that are no longer needed.
 
-A run that restarts takes the newest whole checkpoint on storage, whatever Ray has on record:
-a full disk can empty that record, and one that Ray can't read is set aside.
+A run that restarts takes the newest whole checkpoint on storage. Ray's own record of them
+lasts for a launch: a full disk can empty it, and Ray refuses one that names what isn't there.
+So each launch deletes it, and tells Ray anew which checkpoints there are.
 """
 
 import contextlib
@@ -436,43 +437,6 @@ def read_log(config: TrainingConfig) -> dict[int, dict]:
     return lines
 
 
-def check_record(config: TrainingConfig) -> None:
-    """Set Ray's record of the run's checkpoints aside if Ray couldn't go on with it.
-
-    That is a record that is empty or cut off, as a full disk leaves it, or that names a
-    checkpoint that isn't there or is refused.
-    """
-    record = config.run_path / RECORD
-    if not record.exists() or not (reason := why_unusable(config)):
-        return
-    aside = record.with_suffix(".aside")
-    record.replace(aside)
-    newest = next(
-        iter(list_saved(config)), "the start: no whole checkpoint is on storage"
-    )
-    print(
-        f"Ray's record of the checkpoints can't be used: {reason}. It is now {aside}."
-    )
-    print(f"The run goes on from {newest}.")
-
-
-def why_unusable(config: TrainingConfig) -> str | None:
-    """Why Ray can't use its record of the run's checkpoints; None if it can."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.INFO))  # Ray tells at length that there is one
-    try:
-        result = ray.train.Result.from_path(str(config.run_path))
-    except Exception as error:
-        return str(error).partition(". ")[0]  # and not Ray's advice to start over
-    finally:
-        logging.disable(before)
-    recorded = [checkpoint.path for checkpoint, _ in result.best_checkpoints]
-    for name in (path.rpartition("/")[2] for path in recorded):
-        if refusal(config, name).exists():
-            return f"it names {name}, which is refused"
-    return None
-
-
 def in_storage(name: str) -> ray.train.Checkpoint:
     """The checkpoint of that name in the run's folder, whether it exists or not.
 
@@ -493,7 +457,8 @@ def on_record() -> set[str]:
 def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
     """Tell Ray of whole checkpoints that it doesn't know, the oldest first.
 
-    A worker may die, or Ray's record may be lost, between the end of a save and its report.
+    It knows none in a new launch, and not the last one if a worker dies between the end of
+    a save and its report. Their metrics are those of the run's log.
     """
     lines = read_log(config) if names else {}
     for name in sorted(names):

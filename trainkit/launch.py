@@ -34,7 +34,7 @@ SHOWN = 12  # lines of a difference
 def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
     """Refuse a run that can't be kept, that has diverged before, or that is another one.
 
-    Ray's record of the run's checkpoints is set aside if Ray couldn't start with it.
+    Ray's record of the run's checkpoints is deleted: `checkpoints` says why.
 
     Args:
         code: the functions that decide the result.
@@ -54,7 +54,7 @@ def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
     check_tokens(config)
     say_if_done(config)
     take_lease(config)
-    checkpoints.check_record(config)
+    (config.run_path / checkpoints.RECORD).unlink(missing_ok=True)
 
 
 def check_recipe(config: TrainingConfig) -> None:
