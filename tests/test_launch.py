@@ -57,7 +57,7 @@ def test_who_may_launch(config, monkeypatch, change, seconds, refused):
     )
     with pytest.raises(RuntimeError, match=words):
         trainkit.launch.check(config)
-    assert not (config.run_path / ".shared").exists()  # the other's workers look there
+    assert trainkit.launch.read_lease(config).items() >= lease.items()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"until": 9e99}'])
@@ -75,7 +75,7 @@ def worker(monkeypatch):
 
 
 def test_first_worker_renews_and_ends_it(config, worker):
-    trainkit.launch.take_lease(config)
+    trainkit.launch.take_lease(config, 60)
     with trainkit.launch.hold_lease(config):
         seen = set()
         wait_for(
@@ -89,7 +89,7 @@ def test_first_worker_renews_and_ends_it(config, worker):
 
 def test_lease_of_a_loop_that_fails_stays(config, worker):
     """Ray starts it again."""
-    trainkit.launch.take_lease(config)
+    trainkit.launch.take_lease(config, 60)
     with pytest.raises(OSError):
         with trainkit.launch.hold_lease(config):
             raise OSError
@@ -98,10 +98,30 @@ def test_lease_of_a_loop_that_fails_stays(config, worker):
 
 def test_worker_of_a_launch_that_waited_too_long_is_refused(config, worker):
     trainkit.launch.write_lease(config, ELSEWHERE, 60)
-    with pytest.raises(RuntimeError, match="process 7 on far has launched .* waited"):
+    with pytest.raises(
+        RuntimeError, match="has the lease of process 7 on far, .* waited"
+    ):
         with trainkit.launch.hold_lease(config):
             raise AssertionError
     assert trainkit.launch.read_lease(config)["process"] == 7
+
+
+def test_worker_that_sees_another_folder_is_refused(config, worker):
+    for text in (None, "", json.dumps(ELSEWHERE | {"until": 0})):
+        if text is not None:
+            trainkit.launch.lease_path(config).write_text(text)
+        with pytest.raises(RuntimeError, match="another folder on this node"):
+            with trainkit.launch.hold_lease(config):
+                raise AssertionError
+    trainkit.launch.take_lease(config, 0)
+    with trainkit.launch.hold_lease(config):
+        pass
+
+
+def test_storage_that_cannot_be_written(small, cluster, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="storage_path: cannot write"):
+        trainkit.launch.take_lease(small(storage_path=str(tmp_path / "file")), 60)
 
 
 SECOND = """

@@ -34,9 +34,9 @@ import trainkit.checkpoints
 import trainkit.corpus
 import trainkit.generate
 import trainkit.huggingface
+import trainkit.launch
 import trainkit.token_files
 import trainkit.tokenizers
-import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,7 +144,7 @@ def kill_while_writing(rank: int):
 
 def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
-    trainkit.workers.check_storage(config)
+    trainkit.launch.take_lease(config, 0)
     accident = Accidents(config, (at_step(14), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
@@ -255,4 +255,4 @@ def test_damaged_checkpoint_in_a_store(tutorial, reference, bucket):
 
 def test_bucket_that_does_not_exist(bucket, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
-        trainkit.workers.check_storage(small(storage_path="s3://nowhere/runs"))
+        trainkit.launch.take_lease(small(storage_path="s3://nowhere/runs"), 0)

@@ -95,9 +95,7 @@ def test_workers_are_as_many_as_the_cluster_has_room_for(cluster, small, capsys)
     assert trainkit.workers.with_num_workers(small()).num_workers == 1  # on CPUs
 
 
-def loop_with_played_gpus(
-    tutorial, config, own_gpus=trainkit.workers.use_assigned_gpus
-):
+def loop_with_played_gpus(tutorial, config):
     """The notebook's loop on workers whose GPUs are CPUs that JAX takes for CUDA's.
 
     Each notes which GPUs it would see: CUDA decides when JAX first asks for a device.
@@ -117,7 +115,6 @@ def loop_with_played_gpus(
 
         hardware_utils.has_visible_nvidia_gpu = lambda: True
         xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
-        trainkit.workers.use_assigned_gpus = own_gpus
         train_loop(settings)
 
     return loop
@@ -130,15 +127,6 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
     tutorial.make_trainer(config, loop_with_played_gpus(tutorial, config)).fit()
     seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
     assert seen == {"0", "1"}
-
-
-@pytest.mark.extra
-def test_two_workers_on_one_gpu_are_refused(tutorial, cluster, small, write_bins):
-    config = write_bins(small(num_workers=2, platform="gpu", max_failures=0))
-    loop = loop_with_played_gpus(tutorial, config, own_gpus=lambda: None)
-    with pytest.raises(ray.train.TrainingFailedError, match="GPU .*'0'.* as well"):
-        tutorial.make_trainer(config, loop).fit()
-    assert not log_of(config)
 
 
 PLUGIN = """
@@ -263,24 +251,6 @@ def test_batch_sizes_that_divide_badly_are_named(small):
         assert not trainkit.workers.better_batch_sizes(
             small(batch_size=good, **machine)
         )
-
-
-def test_storage_that_cannot_be_written(small, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="storage_path"):
-        trainkit.workers.check_storage(small(storage_path=str(tmp_path / "file")))
-
-
-def test_workers_find_the_probe_of_this_start(cluster, small):
-    config = small()
-    with pytest.raises(RuntimeError, match="another folder on this node"):
-        trainkit.workers.check_storage_is_shared(config)
-    trainkit.workers.check_storage(config)
-    trainkit.workers.check_storage_is_shared(config)
-    probe, _ = trainkit.workers.storage_probe(config)
-    probe.write_text("of an earlier start")
-    with pytest.raises(RuntimeError, match="another folder on this node"):
-        trainkit.workers.check_storage_is_shared(config)
 
 
 def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch):

@@ -454,6 +454,16 @@ def on_record() -> set[str]:
     return {each.checkpoint.path.rpartition("/")[2] for each in reported}
 
 
+def write_whole(path: epath.Path, text: str) -> None:
+    """Write a file whole or not at all: a disk may fill up, and others read it meanwhile."""
+    if "://" in str(path):  # an object store does so by itself
+        path.write_text(text)
+        return
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
     """Tell Ray of whole checkpoints that it doesn't know, the oldest first.
 

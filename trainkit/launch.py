@@ -3,7 +3,7 @@
 A *lease* in the run's folder says which launch has it. The driver takes it for a few minutes.
 Then the first worker renews it, and ends it when its loop has returned. A launch that finds
 another's lease is refused, unless that one has run out, or was taken by a process of this
-machine that is gone.
+machine that is gone. A worker that doesn't find its launch's lease has another folder.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import ray
 import ray.train
 from etils import epath
 
-from trainkit import checkpoints, fingerprints, run_log, token_files, workers
+from trainkit import checkpoints, fingerprints, run_log, token_files
 from trainkit.config import RecipeConfig, TrainingConfig
 
 LAUNCH = 300  # seconds that a launch has until its workers start
@@ -41,19 +41,19 @@ def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
 
     Raises:
         RuntimeError: another launch has the run.
-        OSError: as `workers.check_storage` says.
+        OSError: the run's folder can't be written.
         FloatingPointError: as `run_log.refuse_diverged` says.
         ValueError: as `check_recipe`, `check_code`, and `check_tokens` say.
     """
     check_lease(config)
-    workers.check_storage(config)
+    take_lease(config, 0)  # for no time: as long as others may not be kept out
     run_log.refuse_diverged(config)
     check_recipe(config)
     if code:
         check_code(config, code)
     check_tokens(config)
     say_if_done(config)
-    take_lease(config)
+    take_lease(config, LAUNCH)
     (config.run_path / checkpoints.RECORD).unlink(missing_ok=True)
 
 
@@ -150,50 +150,66 @@ def check_lease(config: TrainingConfig) -> None:
     Raises:
         RuntimeError: with who has it, and what to do.
     """
-    found, host = read_lease(config), socket.gethostname()
+    found = read_lease(config)
     left = found.get("until", 0) - time.time()
     if left <= 0 or found.items() >= this_launch().items():
         return
-    process = found["process"]
-    if found["host"] == host and process == os.getpid():
-        return
-    if found["host"] == host and not token_files.is_running(process):
+    host, process = found["host"], found["process"]
+    here = host == socket.gethostname()
+    if here and (process == os.getpid() or not token_files.is_running(process)):
         return
     raise RuntimeError(
-        f"run_name: process {process} on {found['host']} trains {config.run_path}, since "
+        f"run_name: process {process} on {host} trains {config.run_path}, since "
         f"{found['since']}. Wait for it, or choose another run_name. If that process is "
         f"gone, launch again in {left:.0f} s."
     )
 
 
-def take_lease(config: TrainingConfig) -> None:
-    """Take the lease for a launch, in the driver."""
+def take_lease(config: TrainingConfig, seconds: float) -> None:
+    """Take the lease for a launch, in the driver.
+
+    Raises:
+        OSError: the run's folder can't be written, with the path and the reason.
+    """
     here = {"host": socket.gethostname(), "process": os.getpid()}
     since = {"since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    write_lease(config, this_launch() | here | since, LAUNCH)
+    try:
+        if not config.remote:  # an object store has no folders
+            config.run_path.mkdir(parents=True, exist_ok=True)
+        write_lease(config, this_launch() | here | since, seconds)
+    except Exception as error:
+        raise OSError(
+            f"storage_path: cannot write to {config.run_path} ({error}). "
+            "Choose a folder or bucket that this user may write to."
+        ) from error
 
 
 @contextlib.contextmanager
 def hold_lease(config: TrainingConfig) -> Iterator[None]:
-    """In the first worker: renew the lease meanwhile, and end it if all goes well.
+    """In a worker: check that the lease is this launch's. The first one renews it meanwhile.
 
-    If it doesn't, Ray starts the workers again, and the run stays this launch's.
+    If all goes well, it also ends it. If not, Ray starts the workers again, and the run
+    stays this launch's.
 
     Raises:
-        RuntimeError: another launch has taken the lease.
+        RuntimeError: another launch has taken the lease, or this node has another folder.
     """
+    lease = read_lease(config)
+    if not lease.items() >= this_launch().items():
+        whose = "no lease"
+        if lease:
+            who = f"process {lease['process']} on {lease['host']}"
+            whose = f"the lease of {who}, since {lease['since']}"
+        raise RuntimeError(
+            f"storage_path: as this node sees it, {config.run_path} has {whose}, and not "
+            "this launch's. Another launch has taken the run while this one waited, or that "
+            "path is another folder on this node: then choose storage that all nodes share, "
+            "or an object store."
+        )
     if ray.train.get_context().get_world_rank():
         yield
         return
-    lease, over = read_lease(config), threading.Event()
-    if not lease:
-        yield
-        return
-    if not lease.items() >= this_launch().items():
-        raise RuntimeError(
-            f"run_name: process {lease['process']} on {lease['host']} has launched "
-            f"{config.run_path}, since {lease['since']}, while this launch waited."
-        )
+    over = threading.Event()
 
     def renew() -> None:
         while True:
@@ -227,22 +243,17 @@ def this_launch() -> dict:
 def read_lease(config: TrainingConfig) -> dict:
     """What the lease says; empty if there is none, or none that can be read."""
     try:
-        lease = json.loads(lease_path(config).read_text())
+        read = lease_path(config).read_text
+        lease = json.loads(checkpoints.retry(read, unless=(FileNotFoundError,)))
         return lease if KEYS <= lease.keys() else {}
     except (OSError, ValueError, AttributeError):
         return {}
 
 
 def write_lease(config: TrainingConfig, lease: dict, seconds: float) -> None:
-    """Write a lease that holds for so long from now, whole or not at all."""
-    path = lease_path(config)
+    """Write a lease that holds for so long from now."""
     text = json.dumps(lease | {"until": time.time() + seconds})
-    if config.remote:
-        path.write_text(text)
-        return
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
+    checkpoints.write_whole(lease_path(config), text)
 
 
 def guarded(loop: Callable[[dict], None]) -> Callable[[dict], None]:

@@ -129,9 +129,7 @@ class LogFile:
         kept = [json.dumps(lines[n]) + "\n" for n in sorted(lines) if n <= step]
         self.text = "".join(kept)
         if lines:
-            new = self.path.with_suffix(".new")
-            new.write_text(self.text)
-            new.replace(self.path)
+            checkpoints.write_whole(self.path, self.text)
         if not self.remote:
             from tensorboardX import SummaryWriter  # slow: it imports PyTorch if it can
 

@@ -7,14 +7,10 @@ import math
 import os
 import re
 import sys
-import zlib
 
 import jax
-import numpy as np
 import ray
 import ray.train
-from etils import epath
-from jax.experimental import multihost_utils
 
 from trainkit import devices
 from trainkit.config import TrainingConfig, most_workers
@@ -259,20 +255,6 @@ def check_generation(config: TrainingConfig, device: jax.Device) -> None:
         )
 
 
-def check_gpus_are_not_shared() -> None:
-    """Fail if two workers use the same GPU.
-
-    Raises:
-        RuntimeError: on every worker that shares one.
-    """
-    node = ray.get_runtime_context().get_node_id()
-    mine = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    names = [zlib.crc32(f"{node} {gpu}".encode()) for gpu in mine]
-    everyones = multihost_utils.process_allgather(np.array(names, np.uint32))
-    if len(np.unique(everyones)) < everyones.size:
-        raise RuntimeError(f"Another worker of this node uses GPU {mine} as well")
-
-
 def say_if_no_cpu_is_left(config: TrainingConfig) -> None:
     """Print that the workers have taken all CPUs, as after a node was lost."""
     each = scaling_config(config).resources_per_worker.get("CPU", 0)
@@ -295,8 +277,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         also what a PartitionSpec refers to from now on.
 
     Raises:
-        RuntimeError: the workers don't form one JAX program, share a GPU or have too old a
-            one, or don't see the folder in which the run was started.
+        RuntimeError: the workers don't form one JAX program, or have too old a GPU.
     """
     workers = ray.train.get_context().get_world_size()
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
@@ -306,55 +287,11 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
         check_generation(config, jax.local_devices()[0])
-        check_gpus_are_not_shared()
     if jax.process_index() == 0:
         say_if_no_cpu_is_left(config)
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
-    check_storage_is_shared(config)
     return config, mesh
-
-
-def storage_probe(config: TrainingConfig) -> tuple[epath.Path, str]:
-    """A file that `check_storage` leaves in the run's folder, and what is in it."""
-    context = ray.get_runtime_context()
-    return (
-        config.run_path / ".shared",
-        f"{context.get_session_name()} {context.get_job_id()}",
-    )
-
-
-def check_storage(config: TrainingConfig) -> None:
-    """Refuse a storage path that cannot be written; leave a file there for the workers.
-
-    Raises:
-        OSError: with the path and the reason.
-    """
-    try:
-        if not config.remote:  # an object store has no folders
-            config.run_path.mkdir(parents=True, exist_ok=True)
-        probe, text = storage_probe(config)
-        probe.write_text(text)
-    except Exception as error:
-        raise OSError(
-            f"storage_path: cannot write to {config.run_path} ({error}). "
-            "Choose a folder or bucket that this user may write to."
-        ) from error
-
-
-def check_storage_is_shared(config: TrainingConfig) -> None:
-    """Fail if this worker doesn't see the folder that the run was started in.
-
-    Raises:
-        RuntimeError: the same path is another folder on this node.
-    """
-    probe, expected = storage_probe(config)
-    if not probe.exists() or probe.read_text() != expected:
-        raise RuntimeError(
-            f"storage_path: {config.storage_path} is another folder on this node than "
-            "where the run was started. Choose storage that all nodes share, or an "
-            "object store."
-        )
 
 
 class Watchdog:
