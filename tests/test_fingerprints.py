@@ -12,6 +12,7 @@ from notebook_module import NOTEBOOK, load_notebook
 import trainkit.corpus
 import trainkit.fingerprints
 import trainkit.launch
+import trainkit.layers
 import trainkit.token_files
 
 ROOTS = ("create_state", "train_step", "make_token_dataset")
@@ -149,6 +150,20 @@ def test_other_tokens_are_refused(small, write_bins):
     trainkit.launch.check_tokens(config)
     path.unlink()
     trainkit.launch.check_tokens(config)  # `tokens.check` says what is missing
+
+
+def test_an_edit_of_the_package_is_said(begun, monkeypatch, tmp_path, capsys):
+    """Once, and not refused: an update of the tutorial must not end a run."""
+    trainkit.launch.check_tokens(begun)
+    edited = tmp_path / "layers.py"
+    text = Path(trainkit.layers.__file__).read_text()
+    edited.write_text(text.replace("approximate=True", "approximate=False"))
+    monkeypatch.setattr(trainkit.layers, "__file__", str(edited))
+    for said in (True, False):
+        trainkit.launch.check_tokens(begun)
+        found = capsys.readouterr().out
+        assert ("another trainkit: trainkit.layers was" in found) == said
+        assert "devices" not in found
 
 
 def test_tokens_of_another_tokenize_are_refused(small, tutorial, edited):

@@ -22,13 +22,14 @@ import ray
 import ray.train
 from etils import epath
 
-from trainkit import checkpoints, fingerprints, run_log, token_files
+from trainkit import checkpoints, devices, fingerprints, layers, run_log, token_files
 from trainkit.config import RecipeConfig, TrainingConfig
 
 LAUNCH = 300  # seconds that a launch has until its workers start
 RENEWED, PAUSE = 60, 15  # seconds that a renewal holds, and between two
 KEYS = {"session", "job", "host", "process", "since", "until"}
 SHOWN = 12  # lines of a difference
+DECIDING = (devices, layers, token_files)  # beside the notebook's cells: a run's result
 
 
 def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
@@ -69,19 +70,23 @@ def check_recipe(config: TrainingConfig) -> None:
     names = checkpoints.list_folders(config)
     found = (checkpoints.settings_of(config, name) for name in names)
     settings = next(filter(None, found), {})
-    now, recipe = vars(config), dataclasses.fields(RecipeConfig) if settings else ()
+    recipe = dataclasses.fields(RecipeConfig) if settings else ()
     before = {field.name: settings.get(field.name, field.default) for field in recipe}
-    differing = [
-        f"{key} was {value!r}, and is {now[key]!r}"
-        for key, value in before.items()
-        if value != now[key]
-    ]
-    if differing:
+    if differing := differences(before, vars(config)):
         raise ValueError(
             f"run_name: {config.run_path} holds a run with another recipe: "
             f"{'; '.join(differing)}. Restore these values to go on with that run, or "
             "choose another run_name to start a new one."
         )
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """What differs among the keys of both."""
+    return [
+        f"{key} was {before[key]!r}, and is {value!r}"
+        for key, value in now.items()
+        if key in before and before[key] != value
+    ]
 
 
 def check_code(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
@@ -109,28 +114,36 @@ def check_code(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
             + "\nChoose another run_name to start a new run, undo the change, or set "
             "accept_changed_code: true to go on with the new code."
         )
-    path.write_text("\n\n\n".join(now.values()) + "\n")
+    checkpoints.write_whole(path, "\n\n\n".join(now.values()) + "\n")
 
 
 def check_tokens(config: TrainingConfig) -> None:
-    """Refuse a run that has begun with other tokens; note these in the run's folder.
+    """Refuse a run that has begun with other tokens; say if trainkit was edited since.
+
+    An update of the tutorial must not end a run. Both are noted in the run's folder.
 
     Raises:
         ValueError: with what it began with, and what is there now.
     """
-    if not all(
-        token_files.path_of(config, split).exists() for split in ("train", "val")
-    ):
-        return  # such as one that streams its text
-    path, now = config.run_path / "tokens.json", token_files.digest(config)
-    begun = path.exists() and checkpoints.list_folders(config)
-    if begun and (before := json.loads(path.read_text())) != now:
+    path, known = config.run_path / "begun.json", {"tokens": {}, "modules": {}}
+    if path.exists() and checkpoints.list_folders(config):
+        known = json.loads(path.read_text())
+    now = {
+        "tokens": token_files.digest(config),
+        "modules": {m.__name__: fingerprints.of_file(m.__file__) for m in DECIDING},
+    }
+    if other := differences(known["tokens"], now["tokens"]):
         raise ValueError(
             f"data_dir: {config.data_dir} holds other tokens than {config.run_path} began "
-            f"with: {before} then, {now} now. Bring the old files back, or choose another "
+            f"with: {'; '.join(other)}. Bring the old files back, or choose another "
             "run_name to start a new run."
         )
-    path.write_text(json.dumps(now))
+    if edited := differences(known["modules"], now["modules"]):
+        print(
+            f"{config.run_path} goes on with another trainkit: {'; '.join(edited)}. Its "
+            "results may differ from here on; another run_name starts anew."
+        )
+    checkpoints.write_whole(path, json.dumps({k: known[k] | now[k] for k in known}))
 
 
 def say_if_done(config: TrainingConfig) -> None:

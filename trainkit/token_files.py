@@ -269,12 +269,13 @@ def check_format(path: Path, dtype: str) -> None:
 
 
 def digest(config) -> dict[str, str]:
-    """What tells the token files from others."""
+    """What tells the token files that are there from others."""
     each = np.dtype(config.token_dtype).itemsize
     paths = {split: path_of(config, split) for split in ("train", "val")}
     return {
         split: f"{path.stat().st_size // each:,} tokens, {fingerprints.of_file(path)}"
         for split, path in paths.items()
+        if path.exists()  # a run may stream its text
     }
 
 
