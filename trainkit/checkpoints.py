@@ -343,9 +343,7 @@ def load_params(
         known = {k: v for k, v in settings.items() if k in fields}  # of older versions
         config = TrainingConfig(**known)
         if config.attention != "xla" and config.platform != jax.default_backend():
-            config = dataclasses.replace(
-                config, attention="xla"
-            )  # the one that runs here
+            config = dataclasses.replace(config, attention="xla")  # which runs here
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),
@@ -532,10 +530,9 @@ def is_damage(error: BaseException) -> bool:
     A file that isn't there may come; a file server that doesn't answer, or a full disk,
     says nothing about the file.
     """
-    if is_missing(error):
+    found = causes(error)
+    if is_missing(error) or any(isinstance(e, OSError) for e in found):
         return False
-    for cause in causes(error):
-        if isinstance(cause, OSError) or PASSING.search(str(cause)):
-            return False
     kinds = (ValueError, LookupError, TypeError, EOFError)
-    return any(isinstance(cause, kinds) for cause in causes(error))
+    of_content = any(isinstance(e, kinds) for e in found)
+    return of_content and not any(PASSING.search(str(e)) for e in found)

@@ -27,6 +27,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 Topology = Annotated[str, Field(pattern=r"^[1-9]\d*(x[1-9]\d*)+$")]
 STRICT = ConfigDict(extra="forbid", strict=True)
@@ -40,9 +41,8 @@ SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 class ShapeConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
-    tokenizer: Text = (
-        tokenizers.GPT2
-    )  # of tiktoken, or of Hugging Face: file, folder, hub
+    # Of tiktoken, or of Hugging Face: a file, a folder, or a name on the hub.
+    tokenizer: Text = tokenizers.GPT2
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
@@ -148,14 +148,10 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; each evaluation saves a checkpoint
-    checkpoint_interval: PositiveInt | None = (
-        None  # steps; saves between evaluations, too
-    )
+    checkpoint_interval: PositiveInt | None = None  # steps; to save in between, too
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
-    stall_timeout_s: Annotated[float, Field(gt=0, le=1e9)] = (
-        1_800.0  # a step that takes longer ends its worker
-    )
+    stall_timeout_s: Seconds = 1_800.0  # a step that takes longer ends its worker
     accept_changed_code: bool = False  # True: go on with a run that other code began
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
     run_name: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] = "gpt2"
@@ -190,7 +186,17 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     @model_validator(mode="after")
     def check(self) -> "TrainingConfig":
         """Refuse what no machine could run."""
-        check_config(self)
+        check_fields(self)
+        check_attention(self)
+        check_topology(self)
+        if (
+            self.num_workers or self.topology
+        ):  # or the cluster decides, when it is there
+            fewest, most = self.worker_range
+            counts = range(fewest, most + 1, self.workers_per_slice)
+            check_range(self, counts)
+            for workers in counts:
+                check_mesh(self, workers)
         return self
 
 
@@ -321,27 +327,10 @@ def expanded(place: str) -> str:
     return os.path.expandvars(os.path.expanduser(place))
 
 
-def check_config(config) -> None:
-    """Refuse what no machine could run."""
-    check_fields(config)
-    check_attention(config)
-    check_topology(config)
-    if config.num_workers or config.topology:  # otherwise `workers.complete` knows them
-        fewest, most = config.worker_range
-        counts = range(fewest, most + 1, config.workers_per_slice)
-        check_range(config, list(counts))
-        for workers in counts:
-            check_mesh(config, workers)
-
-
 def check_fields(config) -> None:
     """Refuse sizes that don't divide, and fields that contradict each other."""
-    divisors = {
-        "n_embd": "n_head",
-        "n_head": "tensor_parallel",
-        "block_size": "loss_chunks",
-    }
-    for name, divisor in divisors.items():
+    sizes = [("n_embd", "n_head"), ("n_head", "tensor_parallel")]
+    for name, divisor in [*sizes, ("block_size", "loss_chunks")]:
         size, parts = getattr(config, name), getattr(config, divisor)
         if size % parts:
             raise ValueError(f"{name} ({size}) is no multiple of {divisor} ({parts})")
@@ -444,27 +433,22 @@ def shares_evenly(config, workers: int) -> bool:
     return whole and config.batch_size % (data * fsdp) == 0
 
 
-def check_range(config, counts: list[int]) -> None:
+def check_range(config, counts: range) -> None:
     """Refuse an elastic range in which some numbers of workers work, and others don't.
 
     Ray starts as many as there is room for, and can't be told to leave numbers out.
     """
     fit = [n for n in counts if shares_evenly(config, n)]
-    if not fit or len(fit) == len(counts):
+    others = [n for n in counts if n not in fit]
+    if not fit or not others:
         return
-    step, stretches = config.workers_per_slice, [[fit[0]]]
-    for n in fit[1:]:
-        if n - stretches[-1][-1] == step:
-            stretches[-1].append(n)
-        else:
-            stretches.append([n])
-    longest = max(stretches, key=lambda s: (len(s), s[-1]))
+    ranges = [(a, b) for a in fit for b in fit if not any(a <= n <= b for n in others)]
+    longest = max(ranges, key=lambda pair: (pair[1] - pair[0], pair))
     raise ValueError(
         f"num_workers: in an elastic run, Ray may start any number from {counts[0]} to "
-        f"{counts[-1]}, and {', '.join(str(n) for n in counts if n not in fit)} can't share "
-        f"batch_size ({config.batch_size}) with fsdp ({config.fsdp}); "
-        f"{', '.join(map(str, fit))} can. Set num_workers: [{longest[0]}, {longest[-1]}], or "
-        "a batch_size that all of them divide"
+        f"{counts[-1]}, and {', '.join(map(str, others))} can't share batch_size "
+        f"({config.batch_size}) with fsdp ({config.fsdp}); {', '.join(map(str, fit))} can. "
+        f"Set num_workers: {list(longest)}, or a batch_size that all of them divide"
     )
 
 

@@ -68,13 +68,11 @@ def with_num_workers(config: TrainingConfig) -> TrainingConfig:
 
 def count_room(config: TrainingConfig) -> int:
     """How many workers the cluster's nodes have devices for."""
-    kind, needed = (
-        config.platform.upper(),
-        f"accelerator_type:{config.accelerator_type}",
-    )
+    kind, generation = config.platform.upper(), config.accelerator_type
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = [x for x in nodes if not config.accelerator_type or needed in x]
-    return sum(int(x.get(kind, 0)) // config.devices_per_worker for x in fitting)
+    if generation:
+        nodes = [node for node in nodes if f"accelerator_type:{generation}" in node]
+    return sum(int(node.get(kind, 0)) // config.devices_per_worker for node in nodes)
 
 
 def describe_split(config: TrainingConfig) -> dict[str, int | str]:
@@ -95,7 +93,7 @@ def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
     """The workers that `config` asks for, as a request to Ray Train.
 
     Raises:
-        RuntimeError, ValueError: as `complete` says.
+        RuntimeError, ValueError: as `with_num_workers` says.
     """
     config = with_num_workers(config)
     needs = {
@@ -199,9 +197,8 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         # Communicate while computing: docs/GPU_performance.md of NVIDIA/JAX-Toolbox,
         # "Optimization level". It says, too, that CUDA graphs are on already.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
-        variables["LD_LIBRARY_PATH"] = library_path(
-            os.environ.get("LD_LIBRARY_PATH", "")
-        )
+        before = os.environ.get("LD_LIBRARY_PATH", "")
+        variables["LD_LIBRARY_PATH"] = library_path(before)
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
     return variables
