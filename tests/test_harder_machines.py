@@ -146,13 +146,9 @@ def test_only_a_cpu_saves_at_idle_priority(small, tmp_path, monkeypatch, backend
 def bucket(small, monkeypatch, tmp_path):
     """A configuration whose storage counts as an object store."""
 
-    def in_storage(name):
-        return ray.train.Checkpoint(str(config.run_path / name))
-
     config = small()
     config.run_path.mkdir(parents=True)
     monkeypatch.setattr(trainkit.config.TrainingConfig, "remote", True)
-    monkeypatch.setattr(trainkit.checkpoints, "in_storage", in_storage)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return config

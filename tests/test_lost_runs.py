@@ -75,15 +75,10 @@ def test_what_is_half_written_or_refused_does_not_count(run_of):
 
 
 @pytest.fixture
-def checkpointer(small, monkeypatch, tmp_path):
+def checkpointer(small):
     """A Checkpointer outside of Ray."""
-
-    def in_storage(name):
-        return ray.train.Checkpoint(str(config.run_path / name))
-
     config = small()
     config.run_path.mkdir(parents=True)
-    monkeypatch.setattr(trainkit.checkpoints, "in_storage", in_storage)
     return trainkit.checkpoints.Checkpointer(config)
 
 

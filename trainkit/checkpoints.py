@@ -104,7 +104,7 @@ class Checkpointer:
         """
         self.wait()
         config, name = self.config, f"step_{step:08d}"
-        stored = in_storage(name)
+        stored = in_storage(config, name)
         known = name <= self.recorded and name in on_record()
         written = Path(stored.path)
         if config.remote:
@@ -249,7 +249,7 @@ def fetched(config: TrainingConfig, name: str) -> Iterator[Path]:
 
     All workers enter and leave it together.
     """
-    stored = in_storage(name)
+    stored = in_storage(config, name)
     if not config.remote:
         yield Path(stored.path)
         return
@@ -435,15 +435,9 @@ def read_log(config: TrainingConfig) -> dict[int, dict]:
     return lines
 
 
-def in_storage(name: str) -> ray.train.Checkpoint:
-    """The checkpoint of that name in the run's folder, whether it exists or not.
-
-    Ray has no stable call that says where a checkpoint will be: `get_storage` is marked
-    DeveloperAPI, and what it returns may change with Ray's version, which is pinned.
-    """
-    storage = ray.train.get_context().get_storage()
-    path = storage.build_checkpoint_path_from_name(name)
-    return ray.train.Checkpoint(path, storage.storage_filesystem)
+def in_storage(config: TrainingConfig, name: str) -> ray.train.Checkpoint:
+    """The checkpoint of that name in the run's folder, whether it exists or not."""
+    return ray.train.Checkpoint(str(config.run_path / name))
 
 
 def on_record() -> set[str]:
@@ -473,7 +467,7 @@ def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
         step = step_of(name)
         ray.train.report(
             lines.get(step, {"step": step}),
-            checkpoint=in_storage(name),
+            checkpoint=in_storage(config, name),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         )
