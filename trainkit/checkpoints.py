@@ -166,18 +166,20 @@ class Checkpointer:
         if not names:
             refuse_to_start_over(config)
             return None
+        unless = (jax.errors.JaxRuntimeError, WrongModel)  # the first: a worker died
         try:
-            unless = (jax.errors.JaxRuntimeError, WrongModel)  # or another worker died
             with fetched(config, names[0]) as folder:
                 state = retry(self.load, folder, target, unless=unless)
+        except unless:
+            raise
         except Exception as error:
-            if not isinstance(error, unless) and is_missing(error):
+            if is_missing(error):
                 raise FileNotFoundError(
                     f"{config.run_path / names[0]} lacks files that belong to it, or they "
                     "can't be seen yet, and nothing is refused. If they don't come back, "
                     "delete that folder: the run then goes on from the checkpoint before."
                 ) from error
-            if isinstance(error, unless) or not is_damage(error):
+            if not is_damage(error):
                 raise
             raise RuntimeError(refuse(config, names[0], error)) from error
         if jax.process_index() == 0:
