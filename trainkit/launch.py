@@ -47,7 +47,7 @@ def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
         ValueError: as `check_recipe`, `check_code`, and `check_tokens` say.
     """
     check_lease(config)
-    take_lease(config, 0)  # for no time: as long as others may not be kept out
+    take_lease(config, 0)  # which keeps no one out yet, but shows that storage is there
     run_log.refuse_diverged(config)
     check_recipe(config)
     if code:
