@@ -418,13 +418,13 @@ def refuse_to_start_over(config: TrainingConfig) -> None:
         )
 
 
-def settings_of(config: TrainingConfig, name: str) -> dict:
-    """The configuration in a checkpoint, as it was saved; empty if it can't be read."""
-    try:
-        text = (config.run_path / name / "_CHECKPOINT_METADATA").read_text()
-        return json.loads(text)["custom_metadata"] or {}
-    except (OSError, ValueError, KeyError):
-        return {}
+def newest_settings(config: TrainingConfig) -> dict:
+    """The configuration in the newest checkpoint that can be read; empty if none can."""
+    for name in list_folders(config):
+        metadata = read_json(config.run_path / name / "_CHECKPOINT_METADATA")
+        if settings := metadata.get("custom_metadata"):
+            return settings
+    return {}
 
 
 def read_log(config: TrainingConfig) -> dict[int, dict]:
@@ -446,6 +446,15 @@ def on_record() -> set[str]:
     """The names of the checkpoints that Ray has on record."""
     reported = ray.train.get_all_reported_checkpoints()
     return {each.checkpoint.path.rpartition("/")[2] for each in reported}
+
+
+def read_json(path: epath.Path) -> dict:
+    """What a file says; empty if there is none, or none that can be read."""
+    try:
+        found = json.loads(retry(path.read_text, unless=(FileNotFoundError,)))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_whole(path: epath.Path, text: str) -> None:

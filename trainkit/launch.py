@@ -67,9 +67,7 @@ def check_recipe(config: TrainingConfig) -> None:
     Raises:
         ValueError: with the fields that differ, what they were, and what they are now.
     """
-    names = checkpoints.list_folders(config)
-    found = (checkpoints.settings_of(config, name) for name in names)
-    settings = next(filter(None, found), {})
+    settings = checkpoints.newest_settings(config)
     recipe = dataclasses.fields(RecipeConfig) if settings else ()
     before = {field.name: settings.get(field.name, field.default) for field in recipe}
     if differing := differences(before, vars(config)):
@@ -126,8 +124,8 @@ def check_tokens(config: TrainingConfig) -> None:
         ValueError: with what it began with, and what is there now.
     """
     path, known = config.run_path / "begun.json", {"tokens": {}, "modules": {}}
-    if path.exists() and checkpoints.list_folders(config):
-        known = json.loads(path.read_text())
+    if checkpoints.list_folders(config):
+        known |= checkpoints.read_json(path)
     now = {
         "tokens": token_files.digest(config),
         "modules": {m.__name__: fingerprints.of_file(m.__file__) for m in DECIDING},
@@ -255,12 +253,8 @@ def this_launch() -> dict:
 
 def read_lease(config: TrainingConfig) -> dict:
     """What the lease says; empty if there is none, or none that can be read."""
-    try:
-        read = lease_path(config).read_text
-        lease = json.loads(checkpoints.retry(read, unless=(FileNotFoundError,)))
-        return lease if KEYS <= lease.keys() else {}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    lease = checkpoints.read_json(lease_path(config))
+    return lease if KEYS <= lease.keys() else {}
 
 
 def write_lease(config: TrainingConfig, lease: dict, seconds: float) -> None:
