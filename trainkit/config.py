@@ -169,9 +169,7 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     @property
     def micro_batches(self) -> int:
         """The parts that these go through in: as few as `device_batch_size` allows."""
-        windows = self.device_windows
-        fewest = math.ceil(windows / self.device_batch_size)
-        return next(k for k in range(fewest, windows + 1) if windows % k == 0)
+        return count_parts(self.device_windows, self.device_batch_size)
 
     @property
     def run_path(self) -> epath.Path:
@@ -198,6 +196,12 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
             for workers in counts:
                 check_mesh(self, workers)
         return self
+
+
+def count_parts(windows: int, most: int) -> int:
+    """The fewest equal parts of so many windows that have at most `most` each."""
+    parts = range(math.ceil(windows / most), windows + 1)
+    return next(k for k in parts if windows % k == 0)
 
 
 def storage_root() -> epath.Path:

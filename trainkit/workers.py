@@ -13,7 +13,7 @@ import ray
 import ray.train
 
 from trainkit import devices
-from trainkit.config import TrainingConfig, most_workers
+from trainkit.config import TrainingConfig, count_parts, most_workers
 
 DEFAULTS = {
     "TPU": "configs/stories-tpu-v6e.yaml",
@@ -150,24 +150,19 @@ def better_batch_sizes(config: TrainingConfig) -> str | None:
 
     A device that has 37 windows and takes at most 32 at once takes them one by one.
     """
-
-    def parts(batch_size: int) -> tuple[int, int]:
-        other = dataclasses.replace(config, batch_size=batch_size)
-        needed = math.ceil(other.device_windows / config.device_batch_size)
-        return other.micro_batches, needed
-
-    found, needed = parts(config.batch_size)
+    windows, most = config.device_windows, config.device_batch_size
+    found, needed = config.micro_batches, math.ceil(windows / most)
     if found < 2 * needed:
         return None
-    windows = config.device_windows
+    others = range(1, 2 * windows)
+    good = [n for n in others if count_parts(n, most) == math.ceil(n / most)]
+    nearest = sorted(good, key=lambda n: abs(n - windows))[:2]
     together = config.batch_size // windows  # devices that divide the batch
-    sizes = [n for n in range(1, 2 * windows) if len({*parts(n * together)}) == 1]
-    nearest = sorted(sizes, key=lambda n: abs(n - windows))[:2]
+    sizes = " or ".join(str(n * together) for n in sorted(nearest))
     return (
         f"batch_size: {config.batch_size} is {windows} windows for each device, and "
-        f"device_batch_size: {config.device_batch_size} takes them in {found} parts of "
-        f"{windows // found}, which is slow. batch_size: "
-        f"{' or '.join(str(n * together) for n in sorted(nearest))} would take {needed} or so."
+        f"device_batch_size: {most} takes them in {found} parts of {windows // found}, "
+        f"which is slow. batch_size: {sizes} would take {needed} or so."
     )
 
 
