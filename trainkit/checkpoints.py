@@ -160,7 +160,7 @@ class Checkpointer:
         """
         config = self.config
         self.recorded = latest = Path(recorded.path).name if recorded else ""
-        names = retry(list_saved, config)[:20]
+        names = retry(list_saved, config)
         # What the first worker sees counts, in case that others don't see it yet.
         names = ray.train.collective.broadcast_from_rank_zero(names)
         if not names:
