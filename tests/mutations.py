@@ -216,6 +216,24 @@ MUTATIONS = [
         "if left <= 0 or found:",
     ),
     Mutation(
+        "test_launch.py::test_worker_that_sees_another_folder_is_refused",
+        "trainkit/launch.py",
+        "    if not lease.items() >= this_launch().items():",
+        "    if lease and not lease.items() >= this_launch().items():",
+    ),
+    Mutation(
+        "test_fingerprints.py::test_an_edit_of_the_package_is_said",
+        "trainkit/launch.py",
+        'if edited := differences(known["modules"], now["modules"]):',
+        "if edited := []:",
+    ),
+    Mutation(
+        "test_lost_runs.py::test_a_launch_deletes_rays_record",
+        "trainkit/launch.py",
+        "(config.run_path / checkpoints.RECORD).unlink(missing_ok=True)",
+        "pass",
+    ),
+    Mutation(
         "test_corpus.py::test_what_the_pattern_matches_is_read_once",
         "trainkit/corpus.py",
         "names = list(map(glob.escape, files))",
