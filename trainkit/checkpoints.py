@@ -15,6 +15,7 @@ So each launch deletes it, and tells Ray anew which checkpoints there are.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -439,7 +440,14 @@ def read_log(config: TrainingConfig) -> dict[int, dict]:
 
 def in_storage(config: TrainingConfig, name: str) -> ray.train.Checkpoint:
     """The checkpoint of that name in the run's folder, whether it exists or not."""
-    return ray.train.Checkpoint(str(config.run_path / name))
+    filesystem, path = open_storage(config.storage_path)
+    return ray.train.Checkpoint(f"{path}/{config.run_name}/{name}", filesystem)
+
+
+@functools.lru_cache
+def open_storage(place: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """A file system, and a path on it; a store may be asked where its bucket is."""
+    return pyarrow.fs.FileSystem.from_uri(place)
 
 
 def on_record() -> set[str]:
