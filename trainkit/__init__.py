@@ -13,7 +13,7 @@ states        models and states, as shapes and as arrays
 checkpoints   save, restore, refuse; which are whole
 run_log       metrics.jsonl, TensorBoard, MFU, profile, divergence
 workers       resources, environment, the right GPUs, how each starts and is watched
-launch        whether a launch may go on: one at a time, the same recipe, code, and tokens
+launch        whether a launch may continue: one at a time, the same recipe, code, and tokens
 generate      text, with a cache
 
 Imports point one way, from the lower modules of this list to the upper ones; only to start

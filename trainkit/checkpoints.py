@@ -178,7 +178,7 @@ class Checkpointer:
                 raise FileNotFoundError(
                     f"{config.run_path / names[0]} lacks files that belong to it, or they "
                     "can't be seen yet, and nothing is refused. If they don't come back, "
-                    "delete that folder: the run then goes on from the checkpoint before."
+                    "delete that folder: the run then continues from the checkpoint before."
                 ) from error
             if not is_damage(error):
                 raise

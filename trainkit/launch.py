@@ -1,4 +1,4 @@
-"""Whether a launch may go on: one at a time, with the run's own recipe, code, and tokens.
+"""Whether a launch may continue: one at a time, with the run's own recipe, code, and tokens.
 
 A *lease* in the run's folder says which launch has it. The driver takes it for a few minutes.
 Then the first worker renews it, and ends it when its loop has returned. A launch that finds
@@ -22,14 +22,29 @@ import ray
 import ray.train
 from etils import epath
 
-from trainkit import checkpoints, devices, fingerprints, layers, run_log, token_files
+from trainkit import (
+    checkpoints,
+    devices,
+    fingerprints,
+    gradients,
+    layers,
+    run_log,
+    states,
+    token_files,
+)
 from trainkit.config import RecipeConfig, TrainingConfig
 
 LAUNCH = 300  # seconds that a launch has until its workers start
 RENEWED, PAUSE = 60, 15  # seconds that a renewal holds, and between two
 KEYS = {"session", "job", "host", "process", "since", "until"}
 SHOWN = 12  # lines of a difference
-DECIDING = (devices, layers, token_files)  # beside the notebook's cells: a run's result
+DECIDING = (
+    devices,
+    gradients,
+    layers,
+    states,
+    token_files,
+)  # with the notebook's cells
 
 
 def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
@@ -59,7 +74,7 @@ def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
 
 
 def check_recipe(config: TrainingConfig) -> None:
-    """Refuse to go on with a run that was started with another recipe.
+    """Refuse to continue a run that was started with another recipe.
 
     Its windows would be repeated or skipped, and no one would see it. More `max_steps`,
     other machines, and what changes numbers by rounding only are no other recipe.
@@ -73,7 +88,7 @@ def check_recipe(config: TrainingConfig) -> None:
     if differing := differences(before, vars(config)):
         raise ValueError(
             f"run_name: {config.run_path} holds a run with another recipe: "
-            f"{'; '.join(differing)}. Restore these values to go on with that run, or "
+            f"{'; '.join(differing)}. Restore these values to continue that run, or "
             "choose another run_name to start a new one."
         )
 
@@ -110,7 +125,7 @@ def check_code(config: TrainingConfig, functions: tuple[Callable, ...]) -> None:
             f"{', '.join(names)}:\n"
             + "\n".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
             + "\nChoose another run_name to start a new run, undo the change, or set "
-            "accept_changed_code: true to go on with the new code."
+            "accept_changed_code: true to continue with the new code."
         )
     checkpoints.write_whole(path, "\n\n\n".join(now.values()) + "\n")
 
@@ -138,7 +153,7 @@ def check_tokens(config: TrainingConfig) -> None:
         )
     if edited := differences(known["modules"], now["modules"]):
         print(
-            f"{config.run_path} goes on with another trainkit: {'; '.join(edited)}. Its "
+            f"{config.run_path} continues with another trainkit: {'; '.join(edited)}. Its "
             "results may differ from here on; another run_name starts anew."
         )
     checkpoints.write_whole(path, json.dumps({k: known[k] | now[k] for k in known}))
@@ -150,7 +165,7 @@ def say_if_done(config: TrainingConfig) -> None:
     if done >= config.max_steps:
         print(
             f"{config.run_path} has done {done:,} steps, and max_steps is "
-            f"{config.max_steps:,}: nothing is trained. Set max_steps higher to go on, or "
+            f"{config.max_steps:,}: nothing is trained. Set max_steps higher to continue, or "
             "choose another run_name to start anew."
         )
 
@@ -300,6 +315,6 @@ def memory_advice(config: TrainingConfig) -> str:
     helpful = helpful[:3] or ["a higher fsdp or tensor_parallel, on more devices"]
     return (
         "A device has too little memory for this step. What helps, at the least cost of "
-        f"speed first: {'; '.join(helpful)}. The run then goes on where it was. "
+        f"speed first: {'; '.join(helpful)}. The run then continues. "
         "`python benchmarks/gpu_compile.py CONFIGURATION` shows what each saves, without a GPU."
     )
