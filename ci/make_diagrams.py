@@ -27,7 +27,14 @@ import trainkit.config
 import trainkit.devices
 
 LANES = ["driver", "controller", "data tasks", "workers", "devices", "storage"]
-WHAT = ["this notebook", "of one run", "Ray Data", "one a GPU or host", "one mesh", ""]
+WHAT = [
+    "this notebook",
+    "of one run",
+    "Ray Data",
+    "one per GPU or host",
+    "one mesh",
+    "",
+]
 CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
     (
         "Tokenize (step 3)",
@@ -49,7 +56,7 @@ CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
         "Each step (step 5)",
         [(5, 2, "windows"), (2, 3, "iter_batches"), (3, 4, "train_step")],
     ),
-    ("Now and then", [(4, 5, "checkpoint"), (3, 1, "ray.train.report")]),
+    ("At checkpoints", [(4, 5, "checkpoint"), (3, 1, "ray.train.report")]),
     ("At the end", [(1, 0, "Result")]),
 ]
 

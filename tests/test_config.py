@@ -165,7 +165,7 @@ def test_batch_follows_the_devices(name, changes, workers, devices, parts, windo
     config = trainkit.config.load_config(ROOT / f"configs/{name}.yaml", **changes)
     found = trainkit.workers.describe_split(config)
     assert (found["workers"], found["devices"]) == (workers, devices)
-    assert found["micro-batches"] == f"{parts} of {windows}"
+    assert found["micro-batches"] == f"{parts} x {windows}"
     assert config.micro_batches == parts and windows <= config.device_batch_size
     assert parts * windows * math.prod(config.mesh_shape(workers)[:2]) == found["batch"]
 

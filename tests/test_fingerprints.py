@@ -67,7 +67,7 @@ CHANGES = {
     "create_optimizer": ("(config.beta1, config.beta2)", "(config.beta1, 0.5)"),
     "Block": ("return x + dropout(self.mlp", "return x + 2 * dropout(self.mlp"),
     "SHARDING_RULES": ('("vocab", "tensor"),', '("vocab", None),'),
-    "make_token_dataset": ("config.seed * 2**32 + epoch", "config.seed * 2**32"),
+    "make_token_dataset": ("+ places[place]", "- places[place]"),
     "TrainState": (
         "opt_state: optax.OptState\n",
         "opt_state: optax.OptState\n    average: int = 0\n",

@@ -105,6 +105,7 @@ import json, sys
 sys.path[:0] = ["benchmarks"]
 import jax, numpy as np, program, trainkit.config, trainkit.devices
 from common import load_notebook
+from notebook_module import initial_state
 from tpu_compile import compile_step
 
 tutorial = load_notebook()

@@ -268,6 +268,15 @@ def test_the_story_is_short():
         ast.parse(source)
 
 
+def test_headings_fold_and_links_lead_out_in_jupyter():
+    """A heading begins its cell; Jupyter's anchors for headings aren't GitHub's."""
+    for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells:
+        if cell.cell_type == "markdown":
+            text = re.sub(r"^```.*?^```", "", cell.source, flags=re.M | re.S)
+            assert not re.search(r"\n#+ ", text), cell.id
+            assert "](#" not in text, cell.id
+
+
 def test_a_trainer_runs_in_the_first_quarter_of_the_page():
     page = (ROOT / "README.md").read_text()
     assert page.index(".fit()") < len(page) / 4

@@ -84,8 +84,8 @@ def describe_split(config: TrainingConfig) -> dict[str, int | str]:
         "devices": math.prod(mesh),
         "mesh": " x ".join(map(str, mesh)),
         "batch": config.batch_size,
-        "on each": windows,
-        "micro-batches": f"{parts} of {windows // parts}",
+        "per device": windows,
+        "micro-batches": f"{parts} x {windows // parts}",
     }
 
 
