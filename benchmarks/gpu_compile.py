@@ -2,7 +2,8 @@
 
     pip install -r requirements-gpu.txt nbformat
     python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
-        [--json] [--text program.txt] [--original README.md] [key=value ...]
+        [--json] [--text program.txt] [--original README.md] [--variant NAME ...]
+        [key=value ...]
 
 XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
@@ -10,8 +11,8 @@ writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing 
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
 compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
 `--original` names the README.md of the tutorial that this one replaces: its step is compiled
-instead, for the same GPUs and as many windows, with XLA's own flags. `--text` keeps the
-program itself.
+instead, for the same GPUs and as many windows, with XLA's own flags. `--variant` names
+functions of variants.py, which change the step. `--text` keeps the program itself.
 """
 
 import argparse
@@ -39,12 +40,14 @@ import program
 from common import load_notebook, parse_changes
 from jax.experimental import topologies
 from tpu_compile import compile_original, compile_step
+from variants import fetched_by_layer, recomputed
 
 import trainkit.config
 import trainkit.devices
 import trainkit.states
 import trainkit.workers
 
+VARIANTS = {f.__name__: f for f in (fetched_by_layer, recomputed)}
 GPUS = Path(__file__).resolve().parent / "gpus"
 
 
@@ -86,8 +89,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--text", help="a file for the program's text")
     parser.add_argument("--original", help="README.md of the original tutorial")
+    parser.add_argument("--variant", action="append", default=[], choices=VARIANTS)
     arguments = parser.parse_intermixed_args()
     tutorial = load_notebook()
+    for name in arguments.variant:
+        VARIANTS[name](tutorial)
     changes = parse_changes(arguments.changes)
     if arguments.gpus:
         changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}

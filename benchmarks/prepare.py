@@ -1,21 +1,23 @@
 """How fast text becomes tokens, beside nanoGPT's way of doing it.
 
     python benchmarks/prepare.py [--rounds 3]
-    python benchmarks/prepare.py --driver 0.1 1 10
+    python benchmarks/prepare.py --driver 0.1 1 10 [--writer]
 
 Tokenizes Python's help pages, repeated, each with a number in front, with the notebook's
 `prepare_dataset`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
 with `datasets.map`, then a memory map filled in 1,024 pieces; and with tiktoken alone,
-which writes nothing. Each measurement has a process of its own, and all start from the
-same shuffled, memory-mapped documents. Memory is the peak of what the processes together
-could not give back: not the pages of files that they map. Linux only.
+which writes nothing. Each measurement has a process of its own. The notebook's way reads the
+files, and the others start from the same documents, memory-mapped. Memory is the peak of what
+the processes together could not give back: not the pages of files that they map. Linux only.
 
-With `--driver`, so many GB of the same text are read by a URL, and the driver alone is
-watched: the memory that is its own, before and at most, and the seconds that its processor
-works, which is what one writer costs.
+With `--driver`, so many GB of the same text are prepared, and the driver alone is watched: the
+memory that is its own, before and at most, and the seconds that its processor works. With
+`--writer`, the same tokens are then written again, from rows that are tokenized already: what
+the one writer, the driver, could keep up with.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -24,6 +26,7 @@ import shutil
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +38,7 @@ import numpy as np
 import psutil
 import pyarrow
 import pyarrow.parquet
+import ray.data
 import tiktoken
 from common import (
     CORES,
@@ -47,6 +51,7 @@ from common import (
 
 import trainkit.config
 import trainkit.corpus
+import trainkit.token_files
 
 SIZES = {"25 MB": 25 * 10**6, "1 GB": 10**9}  # of text
 
@@ -128,7 +133,13 @@ def measure(way: str, folder: Path) -> dict:
     config = trainkit.config.TrainingConfig(
         dataset=str(folder / "*.parquet"), data_dir=str(folder / "data")
     )
-    documents = trainkit.corpus.split(trainkit.corpus.load(config), config)["train"]
+    documents = datasets.load_dataset(
+        "parquet", data_files=config.dataset, split="train", cache_dir=str(folder)
+    )
+    places, fraction = range(len(documents)), config.val_fraction
+    documents = documents.select(
+        [n for n in places if not trainkit.token_files.is_val(n, fraction)]
+    )
     if way == "ours":
         start_ray("local", num_cpus=CORES)
 
@@ -154,32 +165,47 @@ def measure(way: str, folder: Path) -> dict:
     }
 
 
-def watch_driver(gigabytes: float, folder: Path) -> list[str]:
-    """A row on what the driver takes to prepare so much text that a URL names."""
+def watch_driver(gigabytes: float, writer: bool, folder: Path) -> list[list[str]]:
+    """Rows on what the driver takes to prepare so much text, and then to write it alone."""
     tutorial, text = load_notebook(), folder / "text"
     text.mkdir()
     write_text(text, gigabytes * 1e9)
     config = trainkit.config.TrainingConfig(
-        dataset=f"file://{text}", data_dir=str(folder / "data")
+        dataset=f"{text}/*.parquet", data_dir=str(folder / "data")
     )
     start_ray("local", num_cpus=CORES)
-    before = unevictable(psutil.Process(), ("Pss_Anon:",))
-    memory, start, worked = Memory(False), time.perf_counter(), time.process_time()
-    tokens = sum(tutorial.prepare_dataset(config)["tokens"].values())
-    worked, seconds = time.process_time() - worked, time.perf_counter() - start
-    return [
-        f"{gigabytes:g} GB",
-        f"{before / 1e6:.0f} MB",
-        f"{memory.peak / 1e6:.0f} MB",
-        f"{tokens / seconds / 1e6:.2f}",
-        f"{tokens / worked / 1e6:.1f}",
-    ]
+
+    def watch(what: str, prepare) -> list[str]:
+        before = unevictable(psutil.Process(), ("Pss_Anon:",))
+        memory, start, worked = Memory(False), time.perf_counter(), time.process_time()
+        tokens = sum(prepare()["tokens"].values())
+        worked, seconds = time.process_time() - worked, time.perf_counter() - start
+        return [
+            f"{gigabytes:g} GB",
+            what,
+            f"{before / 1e6:.0f} MB",
+            f"{memory.peak / 1e6:.0f} MB",
+            f"{tokens / seconds / 1e6:.2f}",
+            f"{tokens / worked / 1e6:.1f}",
+        ]
+
+    rows = [watch("all", lambda: tutorial.prepare_dataset(config))]
+    if writer:
+        tokenize = partial(tutorial.tokenize, config=config)
+        documents = trainkit.corpus.read(config)
+        tokenized = documents.map_batches(tokenize, batch_size=None)
+        tokenized.write_parquet(str(folder / "tokenized"))
+        again = ray.data.read_parquet(str(folder / "tokenized"))
+        other = dataclasses.replace(config, data_dir=str(folder / "again"))
+        rows += [watch("writing", lambda: trainkit.token_files.write(other, again, {}))]
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--driver", type=float, nargs="+", metavar="GB")
+    parser.add_argument("--writer", action="store_true")
     arguments = parser.parse_args()
     rounds = arguments.rounds
     if arguments.driver:
@@ -187,9 +213,10 @@ def main() -> None:
         for gigabytes in arguments.driver:
             with tempfile.TemporaryDirectory(dir=".") as root:
                 folder = Path(root).resolve()
-                rows.append(in_own_process(watch_driver, gigabytes, folder))
-        columns = "text|driver before|at most|million tokens/s"
-        columns += "|million tokens a second of the driver's work"
+                writer = arguments.writer
+                rows += in_own_process(watch_driver, gigabytes, writer, folder)
+        columns = "text|what|driver before|at most|million tokens/s"
+        columns += "|million tokens a second of the driver's processor"
         print_table(columns.split("|"), rows, ["ray", "tiktoken"])
         return
     ways, table = ["ours", "nanoGPT's", "tiktoken alone"], []

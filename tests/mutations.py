@@ -236,13 +236,13 @@ MUTATIONS = [
     Mutation(
         "test_corpus.py::test_what_the_pattern_matches_is_read_once",
         "trainkit/corpus.py",
-        "names = list(map(glob.escape, files))",
-        "names = files",
+        "if system.isfile(path):",
+        "if False:",
     ),
     Mutation(
         "test_fingerprints.py::test_tokens_of_a_text_that_was_edited_are_refused",
         "trainkit/corpus.py",
-        '"digest": contents,\n        ',
-        '"digest": 0,\n        ',
+        '"digest": contents,',
+        '"digest": 0,',
     ),
 ]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import ray.train
 import yaml
@@ -91,50 +89,6 @@ def test_key_of_a_configuration(changes, words):
 
 
 # Documents.
-
-
-def load(small, tmp_path, pattern: str):
-    return trainkit.corpus.load(small(dataset=str(tmp_path / pattern)))
-
-
-def test_jsonl_that_is_cut_off(small, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n')
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "tw')
-    with pytest.raises(
-        ValueError, match=r"dataset: .*b\.jsonl, line 2: expected a JSON"
-    ):
-        load(small, tmp_path, "*.jsonl")
-
-
-def test_binary_file_that_is_called_text(small, tmp_path):
-    (tmp_path / "a.txt").write_text("words")
-    (tmp_path / "b.txt").write_bytes(b"PK\x03\x04\xff\xfe\x00")
-    with pytest.raises(
-        ValueError, match=r"dataset: .*b\.txt is no UTF-8 text at byte 4"
-    ):
-        load(small, tmp_path, "*.txt")
-
-
-def test_parquet_that_is_cut_off(small, tmp_path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": ["one", "two"]}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"dataset: .*a\.parquet can't be read"):
-        load(small, tmp_path, "*.parquet")
-
-
-def test_text_that_is_numbers(small, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
-    with pytest.raises(ValueError, match="'text' of .* holds int64, expected strings"):
-        load(small, tmp_path, "*.jsonl")
-
-
-def test_pattern_without_a_format(small, tmp_path):
-    (tmp_path / "a.txt").write_text("words")
-    with pytest.raises(
-        ValueError, match=r"a\.txt is not one of .*\.jsonl.* end the pattern"
-    ):
-        load(small, tmp_path, "*")
 
 
 def test_documents_without_a_word_make_one_block():

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 import trainkit.corpus
@@ -28,36 +31,29 @@ def write(folder, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["txt", "json", "jsonl", "parquet"])
-def test_files_in_the_order_of_their_names(small, tmp_path, suffix):
+def test_files_in_the_order_of_their_names(cluster, small, tmp_path, suffix):
+    """A pattern, or all that a folder holds, here or by a URL; Ray Data reads them."""
     write(tmp_path, suffix)
-    config = small(dataset=f"{tmp_path}/*.{suffix}")
-    documents = trainkit.corpus.load(config)["train"]
-    assert list(documents["text"]) == TEXTS
-    source = trainkit.corpus.describe(config, trainkit.corpus.split)
-    sizes = [path.stat().st_size for path in tmp_path.glob(f"*.{suffix}")]
-    assert (source["files"], source["bytes"]) == (len(sizes), sum(sizes))
+    (tmp_path / ".hidden").write_text("no document")
+    for url in (f"{tmp_path}/*.{suffix}", f"file://{tmp_path}"):
+        config = small(dataset=url)
+        found = rows_of(config)
+        assert [row["text"] for row in found] == TEXTS
+        assert {row["split"] for row in found} == {""}  # their places decide
+        source = trainkit.corpus.describe(config, trainkit.corpus.split)
+        assert source["files"] == len(list(tmp_path.glob("[0-9]*")))
+        few = rows_of(small(dataset=url, max_documents=3))
+        assert [row["text"] for row in few] == TEXTS[:3]
+        next(tmp_path.glob("[0-9]*")).write_text('{"text": "first"}\n ')  # other bytes
+        other = trainkit.corpus.describe(config, trainkit.corpus.split)
+        assert other["digest"] != source["digest"]
+        write(tmp_path, suffix)
 
 
 def test_builtin_text_needs_no_files(small):
     documents = trainkit.corpus.load(small())["train"]
     assert len(documents) > 50 and all(documents["text"])
     assert "files" not in trainkit.corpus.describe(small(), trainkit.corpus.split)
-
-
-@pytest.mark.parametrize(
-    "name, text, words",
-    [
-        ("a.csv", "text\nhello\n", "a.csv is not one of .txt, .json"),
-        ("a.jsonl", '{"body": "no text column"}\n', r"columns \['body'\]"),
-        ("a.jsonl", '{"text": "some"}\n{"text": null}\n', "1 documents in .* no text"),
-        ("none/*.txt", None, "no file matches .*none"),
-    ],
-)
-def test_files_that_cannot_be_read(small, tmp_path, name, text, words):
-    if text:
-        (tmp_path / name).write_text(text)
-    with pytest.raises((ValueError, FileNotFoundError), match=f"dataset: .*{words}"):
-        trainkit.corpus.load(small(dataset=f"{tmp_path}/{name}"))
 
 
 def test_hub_out_of_reach_names_the_ways_out(small, monkeypatch):
@@ -89,11 +85,10 @@ def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
     assert trainkit.corpus.describe(config, trainkit.corpus.split)["files"] == 5
 
 
-def test_folder_of_text_files_is_not_taken_for_one_of_the_hub(small, tmp_path):
+def test_folder_of_text_files_is_not_taken_for_one_of_the_hub(cluster, small, tmp_path):
     """Its lines would pass for documents."""
     write(tmp_path, "txt")
-    with pytest.raises(ValueError, match=r"is a folder; name the files .*/\*.txt"):
-        trainkit.corpus.load(small(dataset=str(tmp_path)))
+    assert texts(small(dataset=str(tmp_path))) == TEXTS
 
 
 def test_dataset_of_the_hub_without_validation_is_divided(small, tmp_path):
@@ -126,12 +121,6 @@ def test_dataset_without_a_split_to_train_on(small, tmp_path):
         trainkit.corpus.load(small(dataset=folder))
 
 
-def test_first_documents_of_files(small, tmp_path):
-    write(tmp_path, "jsonl")
-    config = small(dataset=f"{tmp_path}/*.jsonl", max_documents=3)
-    assert list(trainkit.corpus.load(config)["train"]["text"]) == TEXTS[:3]
-
-
 def test_split_is_a_division(small):
     """Each document is in one part, in another order for no other reason than the seed."""
     texts = [str(i) for i in range(100)]
@@ -143,7 +132,7 @@ def test_split_is_a_division(small):
         {"train": documents}, small(val_fraction=0.08, seed=1)
     )
     assert again["val"]["text"] == parts["val"]["text"]  # validation never moves
-    with pytest.raises(ValueError, match=r"1 document\(s\), but"):
+    with pytest.raises(ValueError, match="of 1 documents leaves none to train on"):
         trainkit.corpus.split({"train": documents.select([0])}, small())
 
 
@@ -155,8 +144,15 @@ def test_tasks_get_eight_megabytes_each():
     assert trainkit.corpus.count_blocks(documents.select([0])) == 1
 
 
+def rows_of(config) -> list[dict]:
+    """What is written, with the text for its tokens."""
+    rows = trainkit.corpus.read(config).rename_columns({"text": "tokens"})
+    found = trainkit.token_files.documents_in(rows)
+    return [{"split": split, "text": text} for split, text in found]
+
+
 def texts(config) -> list[str]:
-    return trainkit.corpus.load(config)["train"]["text"][:]
+    return [row["text"] for row in rows_of(config)]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +167,10 @@ def texts(config) -> list[str]:
     ],
 )
 def test_what_the_pattern_matches_is_read_once(
-    small, tmp_path, monkeypatch, pattern, expected
+    cluster, small, tmp_path, monkeypatch, pattern, expected
 ):
     files = {"a1.txt": "plain", "a[1].txt": "bracket", "why!.txt": "no"}
+    files |= {".a.txt": "hidden", ".git/a.txt": "hidden"}
     files |= {"why?.txt": "yes", "Bücher [1].txt": "title"}
     files |= {"sub/c.txt": "deep", "sub/sub/d.txt": "deeper"}
     for name, text in files.items():
@@ -186,39 +183,120 @@ def test_what_the_pattern_matches_is_read_once(
     assert found["files"] == len(found["names"]) == len(expected)
 
 
-def test_a_byte_order_mark_is_no_text(small, tmp_path):
-    (tmp_path / "a.txt").write_text("words", encoding="utf-8-sig")
-    assert texts(small(dataset=str(tmp_path / "a.txt"))) == ["words"]
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.txt", "words"),
+        ("a.jsonl", '{"text": "words"}\n\n'),
+        ("a.json", '[\n{"text": "words"}]'),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(cluster, small, tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert texts(small(dataset=str(tmp_path / name))) == ["words"]
+
+
+def test_what_looks_like_a_date_is_text(cluster, small, tmp_path):
+    """And other columns may hold what they like."""
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "2026-11-24 12:00:00", "id": 1}\n{"text": "12", "id": "b"}\n'
+    )
+    assert texts(small(dataset=f"{tmp_path}/a.jsonl")) == ["2026-11-24 12:00:00", "12"]
+
+
+def test_a_long_file_is_read_as_a_stream(cluster, small, tmp_path):
+    """In parts of a hundred documents, in order; the last part is shorter."""
+    expected = [f"document {i}" for i in range(1_050)]
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in expected)
+    assert texts(small(dataset=f"{tmp_path}/a.jsonl")) == expected
+
+
+LIST = "a list of JSON objects, or one in each line"
 
 
 @pytest.mark.parametrize(
     "name, contents, words",
     [
-        ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.json", "[]", "a.json: expected a list of JSON objects, found .."),
         (
-            "a.json",
-            '[{"text": "a"}, {"te',
-            "a.json: expected a list .*, found .*line 1",
+            "a.jsonl",
+            "",
+            "after 0 documents: it is empty. Expected a JSON object in each",
         ),
+        ("a.json", "[]", f"it is empty. Expected {LIST}"),
+        ("a.json", '[{"text": "a"}, {"te', f"Unterminated .*line 1.* Expected {LIST}"),
+        ("a.json", "3", f"found 3. Expected {LIST}"),
+        ("a.jsonl", '{"text": "a"}\n{"te', "after 1 documents: Unterminated.* in each"),
         (
             "a.jsonl",
             '{"text": "a"}\n{"text": {"b": 1}}\n',
-            "text.* holds values of several types",
+            "1 documents: found {'b': 1}",
         ),
-        ("books.text", "a", r"books.text is not one of .txt"),
+        (
+            "a.jsonl",
+            '{"text": 3}\n',
+            "found 3 .*text in the column 'text', which text_c",
+        ),
+        ("a.jsonl", '{"text": "a"}\n{"text": null}\n', "1 documents: found None"),
+        ("a.jsonl", '{"body": "a"}\n', r"found None in one of the columns \['body'\]"),
+        ("a.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "can't decode byte 0xff in position 10"),
+        (
+            "a.txt",
+            b"PK\x03\x04\xff",
+            "byte 0xff in position 4.* Expected UTF-8 text. Mend",
+        ),
+        ("a.parquet", b"PAR1", "a.parquet can't be read .*Expected Parquet"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz can't be read after 0"),
     ],
 )
-def test_unusable_files_are_named(small, tmp_path, name, contents, words):
-    (tmp_path / name).write_text(contents)
+def test_unusable_files_are_named(cluster, small, tmp_path, name, contents, words):
+    data = contents if isinstance(contents, bytes) else contents.encode()
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError) as error:
+        texts(small(dataset=f"{tmp_path}/{name}"))
+    message = str(error.value)
+    assert message.startswith(f"dataset: {tmp_path}/{name} can't be read after ")
+    assert re.search(words, message), message
+
+
+@pytest.mark.parametrize("column", ["body", "title"])
+def test_parquet_with_other_columns(cluster, small, tmp_path, column):
+    table = pa.table({"body": ["some", "more"], "title": ["one", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for name in ("text", column):
+        config = small(dataset=f"{tmp_path}/*.parquet", text_column=name)
+        if name == "body":
+            assert texts(config) == ["some", "more"]
+            continue
+        with pytest.raises(
+            ValueError, match="found None in one of the columns"
+        ) as error:
+            texts(config)
+        assert ("['body', 'title']" if name == "text" else "1 documents") in str(
+            error.value
+        )
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("a.csv", "files that end in .csv; expected one of .txt"),
+        ("books.text", "files that end in .text; expected"),
+        ("*", "files that end in .csv, .text, .txt; expected .* End the pattern in"),
+    ],
+)
+def test_files_of_other_kinds_are_named(small, tmp_path, name, words):
+    for file in ("a.csv", "books.text", "a.txt"):
+        (tmp_path / file).write_text("a")
     with pytest.raises(ValueError, match=f"dataset: .*{words}"):
-        trainkit.corpus.load(small(dataset=f"{tmp_path}/{name}"))
+        trainkit.corpus.read(small(dataset=f"{tmp_path}/{name}"))
 
 
-@pytest.mark.parametrize("name", ["books*.text", "/no/such/books.text"])
+@pytest.mark.parametrize("name", ["books*.text", "/no/such/books.text", "none/*.txt"])
 def test_a_pattern_is_no_name_of_a_dataset(small, name):
     with pytest.raises(FileNotFoundError, match="dataset: no file matches"):
-        trainkit.corpus.load(small(dataset=name))
+        trainkit.corpus.read(small(dataset=name))
 
 
 def test_a_fraction_that_leaves_nothing_is_refused(small):
@@ -227,32 +305,6 @@ def test_a_fraction_that_leaves_nothing_is_refused(small):
         ValueError, match="val_fraction: 0.9 of 2 documents leaves none"
     ):
         trainkit.corpus.split({"train": two}, small(val_fraction=0.9))
-
-
-def rows_of(config) -> list[dict]:
-    """What is written, with the text for its tokens."""
-    rows = trainkit.corpus.read(config).rename_columns({"text": "tokens"})
-    found = trainkit.token_files.documents_in(rows)
-    return [{"split": split, "text": text} for split, text in found]
-
-
-@pytest.mark.parametrize("suffix", ["txt", "json", "jsonl", "parquet"])
-def test_files_of_a_url_in_the_order_of_their_names(cluster, small, tmp_path, suffix):
-    """A pattern, or all that a folder holds; Ray Data reads them."""
-    write(tmp_path, suffix)
-    for url in (f"file://{tmp_path}/*.{suffix}", f"file://{tmp_path}"):
-        config = small(dataset=url)
-        found = rows_of(config)
-        assert [row["text"] for row in found] == TEXTS
-        assert {row["split"] for row in found} == {""}  # their places decide
-        source = trainkit.corpus.describe(config, trainkit.corpus.split)
-        assert source["files"] == len(list(tmp_path.iterdir()))
-    assert [r["text"] for r in rows_of(small(dataset=url, max_documents=3))] == TEXTS[
-        :3
-    ]
-    next(tmp_path.iterdir()).write_bytes(b"other")
-    other = trainkit.corpus.describe(config, trainkit.corpus.split)
-    assert other["digest"] != source["digest"]
 
 
 def test_tokens_of_a_url_outlive_its_files(cluster, small, tmp_path, tutorial, capsys):
@@ -287,35 +339,31 @@ def test_compressed_files_with_a_column_of_another_name(
     wanted = TEXTS[2:3] if suffix == "txt.gz" else TEXTS
     expected = [f"{number} {text}" for number in range(3) for text in wanted]
     assert [row["text"] for row in rows_of(config)] == expected
+    found = trainkit.corpus.describe(config, trainkit.corpus.split)
+    assert found["text_column"] == "body"
     if suffix != "txt.gz":
-        words = r"^text_column: .*columns \['body', 'n'\].*'text'"
+        words = r"found None in one of the columns \['body', 'n'\]"
         with pytest.raises(ValueError, match=words):
             rows_of(small(dataset=config.dataset))
 
 
-def test_a_column_of_another_name_in_files_of_this_machine(small, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"body": "some", "text": 3}\n{"body": "more"}\n')
-    config = small(dataset=f"{tmp_path}/a.jsonl", text_column="body")
-    assert texts(config) == ["some", "more"]
-    found = trainkit.corpus.describe(config, trainkit.corpus.split)
-    assert found["text_column"] == "body"
-
-
 @pytest.mark.parametrize(
-    "url, contents, words",
+    "url, words",
     [
-        ("file://{}/none/*.jsonl", "", "no file matches .*or in one of these and .gz"),
-        ("file://{}/*", "", "files of several kinds: .*json.*txt"),
-        ("nowhere://{}/*.jsonl", "", "cannot list nowhere"),
-        ("file://{}/a.jsonl", '{"text": 3}\n', "'text' of file.*holds int64"),
-        ("file://{}/c.txt", "", "c.txt is no UTF-8 text at byte 2"),
-        ("file://{}/a.jsonl", '{"text": "a"}\n{"text": null}\n', "without text"),
-        ("file://{}/a.jsonl", '{"text": "a"}\n{"te', "JSON"),
+        ("file://{}/none/*.jsonl", "no file matches file"),
+        ("nowhere://{}/*.jsonl", "cannot list nowhere.* package"),
     ],
 )
-def test_what_a_url_cannot_name(cluster, small, tmp_path, url, contents, words):
-    (tmp_path / "a.jsonl").write_text(contents)
-    (tmp_path / "b.txt").write_text("b")
-    (tmp_path / "c.txt").write_bytes(b"ab\xff")
-    with pytest.raises(Exception, match=words):
-        rows_of(small(dataset=url.format(tmp_path)))
+def test_what_a_url_cannot_name(small, tmp_path, url, words):
+    with pytest.raises((FileNotFoundError, ConnectionError), match=f"dataset: {words}"):
+        trainkit.corpus.read(small(dataset=url.format(tmp_path)))
+
+
+@pytest.mark.parametrize("fraction", [0.0005, 0.1, 0.25, 0.9])
+def test_documents_for_validation_are_spread_evenly(fraction):
+    """The first is one, so a few documents have one; as many as nanoGPT takes."""
+    for size in (1, 2, 9, 2_000, 4_001):
+        places = [n for n in range(size) if trainkit.token_files.is_val(n, fraction)]
+        assert len(places) == math.ceil(fraction * size) and places[0] == 0
+        gaps = {after - before for before, after in zip(places, places[1:])}
+        assert all(abs(gap - 1 / fraction) < 1 for gap in gaps)

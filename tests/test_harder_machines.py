@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,30 +32,37 @@ ROOT = Path(__file__).resolve().parent.parent
 # Libraries and flags.
 
 
-def test_plugins_of_the_network_stay_and_the_images_cuda_goes(
-    small, tmp_path, monkeypatch
-):
-    files = {
-        "cuda/libcudart.so.12": False,
-        "dnn/libcudnn.so.9": False,
-        "ofi-nccl/libnccl-net.so": True,
-        "gib/libnccl-net_internal.so": True,
-        "empty/nothing": True,
-    }
-    folders = []
-    for name in files:
-        path = tmp_path / name
-        path.parent.mkdir()
-        path.touch()
-        folders.append(str(path.parent))
-    not_here = [
-        "/usr/local/cuda-12.9/lib64",
-        "/usr/local/cuda/targets/x86_64-linux/lib",
+@pytest.mark.parametrize("layout", ["cublas/lib/lib{}.so.12", "cu13/lib/lib{}.so.13"])
+def test_pips_cuda_comes_before_the_nodes(tmp_path, monkeypatch, layout):
+    """What a library needs is then there already; as a stand-in, one of numpy's."""
+    paths = [
+        tmp_path / "nvidia" / layout.format(name)
+        for name in ("nvJitLink", "cublasLt", "cudnn_graph", "cudart")
     ]
-    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join([*folders, "", *not_here]))
-    variables = trainkit.workers.environment(small(platform="gpu"))
-    kept = [f for f, stays in zip(folders, files.values()) if stays]
-    assert variables["LD_LIBRARY_PATH"].split(":") == [*kept, "/usr/local/nvidia/lib64"]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(np.random.bit_generator.__file__, path)
+    (tmp_path / "nvidia/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    trainkit.workers.load_cuda_libraries()
+    mapped = Path("/proc/self/maps").read_text()
+    assert [str(path) in mapped for path in paths] == [True, True, True, False]
+
+
+def test_a_worker_has_its_nodes_library_path(cluster, small):
+    """Where the plugins for the network are; a node here has none that is its own."""
+    name, variables = (
+        "LD_LIBRARY_PATH",
+        trainkit.workers.environment(small(platform="gpu")),
+    )
+
+    @ray.remote(runtime_env={"env_vars": {name: variables[name]}})
+    def found():
+        return os.environ[name].split(":")
+
+    nodes = os.environ.get(name, "").split(":")
+    assert ray.get(found.remote()) == [*nodes, "/usr/local/nvidia/lib64"]
 
 
 def test_your_xla_flags_stay(small, monkeypatch):

@@ -23,16 +23,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def reference_bins(texts: list[str], val_fraction: float) -> dict[str, bytes]:
     """What nanoGPT's prepare.py writes: split, encode_ordinary, end-of-text, uint16."""
-    encoding = tiktoken.get_encoding("gpt2")
     documents = datasets.Dataset.from_dict({"text": texts})
     split = documents.train_test_split(test_size=val_fraction, seed=2357, shuffle=True)
-    bins = {}
-    for name, part in (("train", "train"), ("val", "test")):
-        tokens = []
-        for text in split[part]["text"]:
-            tokens += [*encoding.encode_ordinary(text), encoding.eot_token]
-        bins[name] = np.array(tokens, np.uint16).tobytes()
-    return bins
+    return {
+        "train": encode(split["train"]["text"]),
+        "val": encode(split["test"]["text"]),
+    }
+
+
+def bins_of_files(texts: list[str], each: int) -> dict[str, bytes]:
+    """The same, with the first document and each so many after it for validation."""
+    train = [text for place, text in enumerate(texts) if place % each]
+    return {"train": encode(train), "val": encode(texts[::each])}
+
+
+def encode(texts: list[str]) -> bytes:
+    encoding = tiktoken.get_encoding("gpt2")
+    ids = ([*encoding.encode_ordinary(text), encoding.eot_token] for text in texts)
+    return np.array(sum(ids, []), np.uint16).tobytes()
 
 
 def written(config) -> dict[str, bytes]:
@@ -69,7 +77,7 @@ def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
             write(tmp_path / f"{i}.{suffix}")
     config = small(dataset=f"{tmp_path}/*.{suffix}", val_fraction=0.2)
     tutorial.prepare_dataset(config)
-    assert written(config) == reference_bins(texts, 0.2)
+    assert written(config) == bins_of_files(texts, 5)
 
     # Text that comes later isn't left out in silence.
     assert tutorial.prepare_dataset(config)["documents"] == len(texts)
@@ -106,8 +114,8 @@ def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "some"}\n{"text": null}\n')
     for dataset, message in [
         (f"{tmp_path}/a.jsonl", "'body'"),
-        (f"{tmp_path}/b.jsonl", "1 document"),
-        (f"{tmp_path}/c.jsonl", "1 documents in .*c.jsonl have no text"),
+        (f"{tmp_path}/b.jsonl", "of 1 documents leaves none to train on"),
+        (f"{tmp_path}/c.jsonl", "c.jsonl can't be read after 1 documents: found None"),
         (f"{tmp_path}/none/*.txt", "no file matches"),
     ]:
         config = small(dataset=dataset)
@@ -149,7 +157,7 @@ tutorial.prepare_dataset(config)
     process.wait()
     assert not Path(config.data_dir).exists()
     tutorial.prepare_dataset(config)
-    assert written(config) == reference_bins(texts, 0.01)
+    assert written(config) == bins_of_files(texts, 100)
     assert not list(folder.glob("*.partial*"))
     manifest = json.loads((Path(config.data_dir) / "manifest.json").read_text())
     assert manifest["documents"] == 1_000

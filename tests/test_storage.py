@@ -184,7 +184,7 @@ def test_text_in_a_bucket(tutorial, bucket, small):
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
     ids = [[*encode(text), 50_256] for text in texts]
     for split in ("train", "val"):  # each tenth
-        expected = [x for n, x in enumerate(ids) if (n % 10 == 9) == (split == "val")]
+        expected = [x for n, x in enumerate(ids) if (n % 10 == 0) == (split == "val")]
         found = trainkit.token_files.open_tokens(config, split)
         assert found.tolist() == sum(expected, [])
     assert manifest["documents"] == 60 and manifest["source"]["files"] == 3

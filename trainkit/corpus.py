@@ -1,12 +1,14 @@
 """The documents that a run learns from: on the Hugging Face hub, in files, or built in.
 
-A dataset of the hub, files of this machine, and the built-in text are read by the datasets
-library and divided as nanoGPT divides them. Files that a URL names are read by Ray Data, where
+A dataset of the hub and the built-in text are read by the datasets library and divided as
+nanoGPT divides them. Files, of this machine or in an object store, are read by Ray Data, where
 they are tokenized, and may be more than any machine holds; every so many documents, one is for
 validation.
 """
 
+import codecs
 import glob
+import io
 import itertools
 import json
 import math
@@ -20,16 +22,18 @@ from pydoc_data.topics import topics
 import datasets
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet
 import ray.data
+from ray.data.datasource import FileBasedDatasource
 
 from trainkit import fingerprints, tokenizers
 
-FILE_FORMATS = {
-    ".txt": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),  # one a file
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {}),
+FORMATS = {
+    ".txt": "UTF-8 text",
+    ".json": "a list of JSON objects, or one in each line",
+    ".jsonl": "a JSON object in each line",
+    ".parquet": "Parquet",
 }
 SPLIT_SEED = 2357  # nanoGPT's
 
@@ -37,14 +41,17 @@ SPLIT_SEED = 2357  # nanoGPT's
 def read(config) -> ray.data.Dataset:
     """The documents, in order: rows of `text` and `split`, "train" or "val".
 
-    Of files that a URL names, `split` is empty: the document's place decides, as
-    `token_files.is_val` says.
+    Of files, `split` is empty: the document's place decides, as `token_files.is_val` says.
 
     Raises:
-        FileNotFoundError, ConnectionError, ValueError: there are none, or not as text.
+        FileNotFoundError, ConnectionError, ValueError: there are none, or not as text. What
+            is wrong in a file, the task says that reads it.
     """
-    if "://" in config.dataset:
-        return read_url(config)
+    if names_files(config.dataset):
+        system, files = find_files(config.dataset)
+        source = TextFiles(files, config.text_column, filesystem=system)
+        found = ray.data.read_datasource(source)
+        return found.limit(config.max_documents) if config.max_documents else found
     parts = split(load(config), config)
     documents = datasets.concatenate_datasets([parts["train"], parts["val"]])
     n_train, shared = len(parts["train"]), ray.put(documents)  # of files, a description
@@ -59,77 +66,109 @@ def read(config) -> ray.data.Dataset:
     return numbers.map_batches(fetch, batch_size=None)
 
 
-def read_url(config) -> ray.data.Dataset:
-    """The same for files in an object store, on the hub (hf://), or of a machine (file://)."""
-    system, files = find_remote(config)
-    suffix, column = suffix_of(files[0]), config.text_column
-    if suffix == ".parquet":
-        found = ray.data.read_parquet(files, filesystem=system)
-        if column in found.schema().names:
-            found = found.select_columns([column])  # and read no others
-    elif suffix == ".txt":
-        column, options = "bytes", {"filesystem": system, "include_paths": True}
-        found = ray.data.read_binary_files(files, **options)
-    else:
-        found = ray.data.read_json(files, filesystem=system)
+class TextFiles(FileBasedDatasource):
+    """Files of documents, each read as a stream, for Ray Data.
 
-    def check_texts(rows: pyarrow.Table) -> dict:
-        if column not in rows.column_names:
-            raise ValueError(
-                f"text_column: {config.dataset} has the columns {rows.column_names}, and "
-                f"none named {column!r}"
-            )
-        texts = rows[column].to_pylist()
-        if suffix == ".txt":
-            texts = list(map(decode, texts, rows["path"].to_pylist()))
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f"dataset: the column {column!r} of {config.dataset} holds "
-                f"{rows[column].type}, or documents without text; expected strings"
-            )
-        return {"text": texts, "split": [""] * len(texts)}
+    Ray's own reader of JSON holds a whole file, and takes text that looks like a date for one.
+    """
 
-    documents = found.map_batches(check_texts, batch_size=None, batch_format="pyarrow")
-    return documents.limit(config.max_documents) if config.max_documents else documents
+    def __init__(self, files: list[str], column: str, **options):
+        super().__init__(files, **options)
+        self.column = column
+
+    def _open_input_source(self, filesystem, path, **options):
+        if path.endswith(".parquet"):  # which is read from its end
+            return filesystem.open_input_file(path)
+        return super()._open_input_source(filesystem, path, **options)
+
+    def _read_stream(self, file, path: str) -> Iterator[pa.Table]:
+        texts = texts_in(file, path, self.column)
+        while part := [*itertools.islice(texts, 100)]:
+            yield pa.table({"text": part, "split": [""] * len(part)})
 
 
-def decode(content: bytes, path: str) -> str:
-    """The text of a file."""
+def texts_in(file, path: str, column: str) -> Iterator[str]:
+    """The documents in a file that is open for reading.
+
+    Raises:
+        ValueError: with the place, what was found there, and what was expected.
+    """
+    suffix, count = suffix_of(path), 0
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+        for row in rows_in(file, suffix, column):
+            if not isinstance(row, dict):
+                raise TypeError(f"found {row!r:.60}")
+            if not isinstance(text := row.get(column), str):
+                raise TypeError(f"found {text!r:.60} in one of the columns {[*row]}")
+            text.encode()  # or it is none
+            yield text
+            count += 1
+        if not count and "json" in suffix:
+            raise ValueError("it is empty")
+    except (OSError, TypeError, ValueError, pa.ArrowException) as error:
+        where = f"in the column {column!r}, which text_column names"
         raise ValueError(
-            f"dataset: {path} is no UTF-8 text at byte {error.start}; expected plain text"
+            f"dataset: {path} can't be read after {count} documents: {error}. Expected "
+            f"{FORMATS[suffix]}{'' if suffix == '.txt' else f', with text {where}'}. Mend "
+            "it, or leave it out"
         ) from error
 
 
-def find_remote(config) -> tuple[fsspec.AbstractFileSystem, list[str]]:
-    """The files that a URL names, in order: a pattern of them, or all in a folder.
+def rows_in(file, suffix: str, column: str) -> Iterator[dict]:
+    """The rows of a file: a text file is one, and of Parquet, only that column is read."""
+    if suffix == ".txt":
+        yield {column: file.read().decode("utf-8-sig")}
+    elif suffix == ".parquet":
+        parquet = pyarrow.parquet.ParquetFile(file)
+        columns = [column] if column in parquet.schema_arrow.names else None
+        for batch in parquet.iter_batches(1_000, columns=columns):
+            yield from batch.to_pylist()
+    else:
+        lines = io.BufferedReader(file, 2**20)
+        if lines.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from json.loads(lines.read())
+        else:
+            yield from map(json.loads, filter(bytes.strip, lines))
+
+
+def names_files(name: str) -> bool:
+    """Whether a dataset is in files; a folder here that has Parquet is as on the hub."""
+    if name == "builtin" or os.path.isdir(name):
+        return name != "builtin" and not any(Path(name).rglob("*.parquet"))
+    is_path = re.search(r"[*?\[]|^/|://", name) or suffix_of(name) in FORMATS
+    return bool(is_path) or os.path.exists(name)
+
+
+def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
+    """The files of that name, in order: one, those that match a pattern, or a folder's.
 
     Raises:
         ConnectionError, FileNotFoundError, ValueError: there are none that can be read.
     """
-    url = config.dataset
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = fsspec.core.url_to_fs(name)
         system.invalidate_cache()
-        found = system.find(path) if system.isdir(path) else system.glob(path)
-    except ImportError as error:
-        raise ConnectionError(f"dataset: {url} needs a package: {error}") from error
+        if system.isfile(path):  # whatever else the name matches
+            found = [path]
+        else:
+            search = system.find if system.isdir(path) else system.glob
+            found = search(path, detail=True).items()
+            found = [file for file, info in found if info["type"] == "file"]
     except Exception as error:  # of many kinds
         raise ConnectionError(
-            f"dataset: cannot list {url} ({error!r:.300}). Check the address and, on every "
-            "node, the credentials"
+            f"dataset: cannot list {name} ({error!r:.300}). Check the address and, on every "
+            "node, the credentials and the package for such addresses"
         ) from error
-    files = sorted(file for file in found if suffix_of(file) in FILE_FORMATS)
+    start = len(os.path.commonpath(found)) if found else 0
+    files = sorted(file for file in found if "/." not in file[start:])  # hidden
     if not files:
-        raise FileNotFoundError(
-            f"dataset: no file matches {url} that ends in {', '.join(FILE_FORMATS)}, or in "
-            "one of these and .gz or .zst"
-        )
-    if len(kinds := {suffix_of(file) for file in files}) > 1:
+        raise FileNotFoundError(f"dataset: no file matches {name}")
+    kinds = {suffix_of(file) for file in files}
+    if len(kinds) > 1 or kinds - FORMATS.keys():
         raise ValueError(
-            f"dataset: {url} matches files of several kinds: {sorted(kinds)}"
+            f"dataset: {name} names files that end in {', '.join(sorted(kinds))}; expected "
+            f"one of {', '.join(FORMATS)}, or one of these and .gz or .zst. End the pattern "
+            "in it, as in books/*.txt"
         )
     return system, files
 
@@ -140,129 +179,36 @@ def suffix_of(file: str) -> str:
 
 
 def load(config) -> dict[str, datasets.Dataset]:
-    """The documents of `config.dataset`, in a column named `text`, by split.
+    """The documents of the hub, or built in, in a column named `text`, by split.
 
     There is one split, "train"; a dataset of the hub may have a "validation", too.
     "builtin" is text that every Python installation carries, the help pages of the
     language.
 
     Raises:
-        FileNotFoundError, ConnectionError, ValueError: there are none, or not as text.
+        ConnectionError, ValueError: there are none, or not as text.
     """
-    name = config.dataset
-    files = find_files(config)
-    folder = Path(name)
-    if name == "builtin":
+    if config.dataset == "builtin":
         splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
-    elif folder.is_dir() and any(folder.rglob("*.parquet")):
-        splits = load_from_hub(config)
-    elif folder.is_dir():
-        raise ValueError(
-            f"dataset: {name} is a folder; name the files in it, as in {name}/*.txt"
-        )
-    elif files or Path(name).suffix in FILE_FORMATS or re.search(r"[*?\[]|^/", name):
-        splits = {"train": load_files(files, config)}
     else:
         splits = load_from_hub(config)
-    most, parts = config.max_documents, {}
+    column, most, parts = config.text_column, config.max_documents, {}
     for name, documents in splits.items():
-        check(documents, config)
-        documents = documents.select_columns([config.text_column])
-        if config.text_column != "text":
-            documents = documents.rename_column(config.text_column, "text")
+        kind = getattr(documents.features.get(column), "dtype", None)
+        if kind not in ("string", "large_string"):
+            raise ValueError(
+                f"text_column: expected a column {column!r} of strings in {config.dataset}, "
+                f"found {documents.features}"
+            )
+        documents = documents.select_columns([column])
+        if empty := documents.data.column(column).null_count:
+            raise ValueError(
+                f"dataset: {empty} documents in {config.dataset} have no text"
+            )
+        if column != "text":
+            documents = documents.rename_column(column, "text")
         parts[name] = documents.take(min(most or len(documents), len(documents)))
     return parts
-
-
-def check(documents: datasets.Dataset, config) -> None:
-    """Refuse documents without a column of text."""
-    column = config.text_column
-    if column not in documents.column_names:
-        raise ValueError(
-            f"dataset: {config.dataset} has the columns {documents.column_names}, but "
-            f"training needs one named {column!r}; text_column names another"
-        )
-    feature = documents.features[column]
-    kind = getattr(feature, "dtype", f"values of several types, as {feature}")
-    if kind not in ("string", "large_string"):
-        raise ValueError(
-            f"dataset: the column {column!r} of {config.dataset} holds {kind}, expected strings"
-        )
-    if empty := documents.data.column(column).null_count:
-        raise ValueError(f"dataset: {empty} documents in {config.dataset} have no text")
-
-
-def find_files(config) -> list[str]:
-    """The files that `config.dataset` names, if it doesn't name a dataset of the hub.
-
-    A file of exactly that name comes before a pattern.
-    """
-    if os.path.isfile(config.dataset):
-        return [config.dataset]
-    return sorted(filter(os.path.isfile, glob.glob(config.dataset, recursive=True)))
-
-
-def cache(config) -> str:
-    """Where the datasets library keeps what it has read, so that every node sees it."""
-    return f"{config.data_dir}-download"
-
-
-def load_files(files: list[str], config) -> datasets.Dataset:
-    """The documents in files that this machine sees."""
-    suffix = Path(config.dataset).suffix
-    if not files:
-        raise FileNotFoundError(f"dataset: no file matches {config.dataset}")
-    if suffix not in FILE_FORMATS:
-        raise ValueError(
-            f"dataset: {files[0]} is not one of {', '.join(FILE_FORMATS)}; end the "
-            f"pattern {config.dataset} in one of these"
-        )
-    builder, options = FILE_FORMATS[suffix]
-    options = options | {"split": "train", "cache_dir": cache(config)}
-    try:
-        # `datasets` takes these names for patterns again.
-        names = list(map(glob.escape, files))
-        return datasets.load_dataset(builder, data_files=names, **options)
-    except Exception as error:
-        cause = error.__cause__ or error
-        reason = (
-            first_unreadable(files) or f"{config.dataset} can't be read: {cause!r:.300}"
-        )
-        raise ValueError(f"dataset: {reason}") from error
-
-
-def first_unreadable(files: list[str]) -> str | None:
-    """The first of `files` that can't be read, with the place and what is wrong there."""
-    for file in files:
-        try:
-            if file.endswith(".parquet"):
-                pyarrow.parquet.read_table(file)
-                continue
-            text = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            return f"{file} is no UTF-8 text at byte {error.start}; expected plain text"
-        except (OSError, pyarrow.ArrowException) as error:
-            return f"{file} can't be read: {error}. Make it anew, or leave it out"
-        if not text.strip() and not file.endswith(".txt"):
-            return f"{file} is empty; expected documents, or leave it out"
-        if file.endswith(".json"):
-            try:
-                rows = json.loads(text)
-            except json.JSONDecodeError as error:
-                if text.lstrip()[:1] != "[":
-                    continue  # an object in each line, perhaps
-                return f"{file}: expected a list of JSON objects, found {error}"
-            if not rows or not all(isinstance(row, dict) for row in [*rows]):
-                return f"{file}: expected a list of JSON objects, found {text!s:.60}"
-        if file.endswith(".jsonl"):
-            for number, line in enumerate(text.splitlines(), 1):
-                try:
-                    json.loads(line or "{}")
-                except json.JSONDecodeError as error:
-                    return (
-                        f"{file}, line {number}: expected a JSON object, found {error}"
-                    )
-    return None
 
 
 def load_from_hub(config) -> dict[str, datasets.Dataset]:
@@ -274,27 +220,21 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
         ConnectionError: with what else to do.
     """
     name, most = config.dataset, config.max_documents
+    cache = f"{config.data_dir}-download"  # which every node sees
     try:
         names = datasets.get_dataset_split_names(name)
-        used = [split for split in ("train", "validation") if split in names]
-        parts = {
-            split: datasets.load_dataset(
-                name,
-                split=split,
-                **({"streaming": True} if most else {"cache_dir": cache(config)}),
+        parts = {}
+        for split in [s for s in ("train", "validation") if s in names]:
+            if not most:
+                parts[split] = datasets.load_dataset(name, split=split, cache_dir=cache)
+                continue
+            stream = datasets.load_dataset(name, split=split, streaming=True)
+            parts[split] = datasets.Dataset.from_generator(
+                iter_rows,
+                gen_kwargs={"stream": stream, "most": most},
+                features=stream.features,
+                cache_dir=cache,
             )
-            for split in used
-        }
-        if most:
-            parts = {
-                split: datasets.Dataset.from_generator(
-                    iter_rows,
-                    gen_kwargs={"stream": stream, "most": most},
-                    features=stream.features,
-                    cache_dir=cache(config),
-                )
-                for split, stream in parts.items()
-            }
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
@@ -324,11 +264,6 @@ def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dat
     documents = splits["train"]
     if "validation" in splits:
         return {"train": documents, "val": splits["validation"]}
-    if len(documents) < 2:
-        raise ValueError(
-            f"dataset: {config.dataset} has {len(documents)} document(s), but a training "
-            "and a validation document are needed"
-        )
     if math.ceil(config.val_fraction * len(documents)) >= len(documents):
         raise ValueError(
             f"val_fraction: {config.val_fraction} of {len(documents)} documents leaves none "
@@ -354,7 +289,6 @@ def describe(config, tokenize: Callable) -> dict:
         "tokenizer": config.tokenizer,
         "dtype": config.token_dtype,
         "val_fraction": config.val_fraction,
-        "split_seed": SPLIT_SEED,
         "code": fingerprints.of_code(tokenize),
     }
     if config.max_documents:
@@ -364,27 +298,22 @@ def describe(config, tokenize: Callable) -> dict:
         found["tokenizer_digest"] = fingerprints.of_file(file)
     if config.text_column != "text":
         found["text_column"] = config.text_column
-    if "://" in config.dataset:
+    version = fingerprints.of_file
+    if names_files(config.dataset):
         try:
-            system, files = find_remote(config)
+            system, files = find_files(config.dataset)
         except (ConnectionError, FileNotFoundError) as error:
             if not (Path(config.data_dir) / "manifest.json").exists():
                 raise
             print(f"{error}. The tokens in {config.data_dir} are used as they are.")
             return found
-        versions = "".join(map(str, map(system.ukey, files)))  # sizes, times, and so on
-        contents = zlib.crc32(versions.encode())
-        return found | {"files": len(files), "digest": contents, "names": files}
-    files = find_files(config) or glob.glob(
-        f"{glob.escape(config.dataset)}/**/*.parquet", recursive=True
-    )
+        if "://" in config.dataset:
+            version = system.ukey  # sizes, times, and so on
+    else:
+        found["split_seed"] = SPLIT_SEED
+        folder = glob.escape(config.dataset)  # if it is one
+        files = sorted(glob.glob(f"{folder}/**/*.parquet", recursive=True))
     if files:  # your own, which may change
-        files = sorted(files)
-        contents = zlib.crc32("".join(map(fingerprints.of_file, files)).encode())
-        found |= {
-            "files": len(files),
-            "bytes": sum(map(os.path.getsize, files)),
-            "digest": contents,
-            "names": files,
-        }
+        contents = zlib.crc32("".join(map(str, map(version, files))).encode())
+        found |= {"files": len(files), "digest": contents, "names": files}
     return found

@@ -187,7 +187,7 @@ def write(config, tokenized: ray.data.Dataset, source: dict) -> dict:
         if not all(counts.values()):
             raise ValueError(
                 f"val_fraction: {config.val_fraction} of {bar.n} documents leaves none to "
-                f"{'validate with' if counts['train'] else 'train on'}"
+                "train on; set it lower, or bring more documents"
             )
         return write_manifest(folder, source, bar.n, counts)
 
@@ -210,8 +210,12 @@ def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
 
 
 def is_val(place: int, fraction: float) -> bool:
-    """Whether the document at that place, from 0, is for validation: evenly spread."""
-    return math.floor((place + 1) * fraction) > math.floor(place * fraction)
+    """Whether the document at that place, from 0, is for validation.
+
+    These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
+    """
+    before, after = (round(n * fraction, 6) for n in (place, place + 1))  # 0.2 x 35 > 7
+    return math.ceil(after) > math.ceil(before)
 
 
 def write_manifest(folder: Path, source: dict, documents: int, tokens: dict) -> dict:

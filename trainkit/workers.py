@@ -1,8 +1,10 @@
 """The workers: what they ask of the cluster, and how each starts and is watched."""
 
+import ctypes
 import dataclasses
 import faulthandler
 import glob
+import importlib.util
 import math
 import os
 import re
@@ -192,29 +194,25 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         # Communicate while computing: docs/GPU_performance.md of NVIDIA/JAX-Toolbox,
         # "Optimization level". It says, too, that CUDA graphs are on already.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
-        before = os.environ.get("LD_LIBRARY_PATH", "")
-        variables["LD_LIBRARY_PATH"] = library_path(before)
+        # That of each node, and where GKE keeps its driver.
+        variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
     return variables
 
 
-def library_path(path: str) -> str:
-    """`path`, an LD_LIBRARY_PATH, less the folders that hold CUDA libraries of the image.
+def load_cuda_libraries() -> None:
+    """Load those of pip's CUDA libraries that JAX leaves to the system to find.
 
-    They would take the place of those that JAX brings. Others stay, such as the folders
-    where AWS and Google keep NCCL's plugins for their networks.
+    JAX loads by path what it calls itself. What these libraries call in turn, the system looks
+    for by name, and a library of the image, in this node's LD_LIBRARY_PATH, would come before
+    pip's. What is loaded already isn't looked for.
     """
-
-    def holds_cuda(folder: str) -> bool:
-        of_toolkit = re.search(r"/cuda(-[\d.]+)?(/targets/[^/]+)?/lib(64)?/?$", folder)
-        return bool(of_toolkit) or any(
-            glob.glob(f"{glob.escape(folder)}/lib{name}*.so*")
-            for name in ("cudart", "cublas", "cudnn")
-        )
-
-    kept = [folder for folder in path.split(":") if folder and not holds_cuda(folder)]
-    return ":".join([*kept, "/usr/local/nvidia/lib64"])  # where GKE keeps its driver
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in nvidia.submodule_search_locations if nvidia else []:
+        for name in ("nvJitLink", "cublasLt", "cudnn_graph"):
+            for path in glob.glob(f"{glob.escape(folder)}/*/lib/lib{name}.so.*"):
+                ctypes.CDLL(path)
 
 
 def use_assigned_gpus() -> None:
@@ -275,6 +273,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
     if config.platform == "gpu":
         use_assigned_gpus()
+        load_cuda_libraries()
     if jax.process_count() != workers:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
