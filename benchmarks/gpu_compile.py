@@ -69,6 +69,7 @@ def describe(text: str) -> dict:
         "moved_gb_by_kind": {k: round(n / 1e9, 1) for k, n in kinds.items()},
         "attention_kernels": text.count('custom_call_target="__cudnn$fmha'),
         "collectives": program.collectives(parsed),
+        "overlapped": program.overlapped(parsed),
         "scatters": program.scatters(parsed),
         "copies_gb": {
             shapes: round(n / 1e9, 2)

@@ -37,8 +37,8 @@ class HuggingFaceTokenizer:
         self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
         end = found.get("eos_token")
         ends = [end["content"] if isinstance(end, dict) else end] if end else ENDS
-        ids = filter(None.__ne__, map(self.tokenizer.token_to_id, ends))
-        self.eot_token = next(ids, None)
+        ids = map(self.tokenizer.token_to_id, ends)
+        self.eot_token = next((id for id in ids if id is not None), None)
         if self.eot_token is None:
             raise ValueError(
                 f"tokenizer: {path} has no token that ends a text, found none of "
