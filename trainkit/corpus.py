@@ -179,11 +179,9 @@ def suffix_of(file: str) -> str:
 
 
 def load(config) -> dict[str, datasets.Dataset]:
-    """The documents of the hub, or built in, in a column named `text`, by split.
+    """The documents of the hub or, built in, Python's help pages, in a column `text`.
 
     There is one split, "train"; a dataset of the hub may have a "validation", too.
-    "builtin" is text that every Python installation carries, the help pages of the
-    language.
 
     Raises:
         ConnectionError, ValueError: there are none, or not as text.
