@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import trainkit.config
 import trainkit.devices
+import trainkit.gradients
 import trainkit.layers
 
 
@@ -77,7 +78,7 @@ def loss_differentiated_by_jax(tutorial) -> None:
 def recomputed(tutorial) -> None:
     """Each block keeps its input only, as `scan_layers` does, without the loop."""
 
-    def run_blocks(blocks, x, rngs, caches=None):
+    def run_blocks(blocks, x, rngs, caches=None, scan=False):
         for block in blocks:
             graph, state = nnx.split(block)
 
@@ -193,7 +194,9 @@ def fetched_by_layer(tutorial) -> None:
 
         return jax.lax.scan(run_block, x, stacked)[0]
 
-    def run_blocks(blocks, x, rngs, caches=None):
+    def run_blocks(blocks, x, rngs, caches=None, scan=False):
+        if scan:
+            return scan_blocks(blocks, x, rngs)
         for block in blocks:
             graph, state = nnx.split(block)
             x = nnx.merge(graph, fetch_layer(state))(x)
@@ -206,7 +209,6 @@ def fetched_by_layer(tutorial) -> None:
 
         return nnx.map_state(cast, params)
 
-    trainkit.devices.mean_over_devices = mean_over_devices
-    trainkit.layers.scan_blocks = scan_blocks
-    trainkit.layers.cast_kernels = cast_kernels
+    trainkit.gradients.mean_over_devices = mean_over_devices
+    trainkit.gradients.cast_kernels = cast_kernels
     trainkit.layers.run_blocks = run_blocks
