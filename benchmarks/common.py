@@ -3,6 +3,7 @@
 Import it before `trainkit`, which it finds for scripts that are run from anywhere.
 """
 
+import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -11,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,15 +21,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # of trainkit, notebook_module
 
 import numpy as np
-import ray
 import yaml
+from notebook_module import abstract_state
 from notebook_module import load_notebook as load_notebook
+from notebook_module import load_tools as load_tools
 
 CORES = os.cpu_count()
 
 
 def start_ray(*address: str, **options) -> None:
     """Start Ray as the notebook does, with `trainkit` on every worker."""
+    import ray
+
     runtime_env = {"py_modules": [str(ROOT / "trainkit")]}
     ray.init(*address, runtime_env=runtime_env, log_to_driver=False, **options)
 
@@ -38,10 +43,52 @@ def parse_changes(arguments: list[str]) -> dict:
     return {key: yaml.safe_load(value) for key, value in changes.items()}
 
 
+def for_one_device(config, changes: dict):
+    """`config` with `changes`, cut to what one device does at once.
+
+    Args:
+        changes: of the configuration's keys; `micro_batches` is the parts of a batch that is
+            so many times as large.
+    """
+    changes = dict(changes)
+    parts = changes.pop("micro_batches", 1)
+    windows = changes.pop(
+        "device_batch_size", config.device_windows // config.micro_batches
+    )
+    one = {"num_workers": 1, "devices_per_worker": 1, "topology": None}
+    one |= {"device_batch_size": windows, "batch_size": windows * parts}
+    return dataclasses.replace(config, **one | changes)
+
+
 def random_windows(config) -> np.ndarray:
     """A batch of random tokens, uint16 [B, T + 1]."""
     shape = (config.batch_size, config.block_size + 1)
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
+
+
+def compile_step(tutorial, config, mesh):
+    """The compiled train step, and the seconds that tracing and compiling took."""
+    import jax
+
+    import trainkit.devices
+
+    windows = jax.ShapeDtypeStruct(
+        (config.batch_size, config.block_size + 1),
+        np.uint16,
+        sharding=trainkit.devices.batch_sharding(mesh),
+    )
+    state = abstract_state(tutorial, config, mesh)
+    with jax.set_mesh(mesh):
+        return timed_compile(tutorial.train_step, state, windows, config)
+
+
+def timed_compile(jitted, *arguments):
+    """The compiled program, and the seconds that tracing and compiling took."""
+    start = time.perf_counter()
+    lowered = jitted.lower(*arguments)
+    middle = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, middle - start, time.perf_counter() - middle
 
 
 def in_own_process(function: Callable, *arguments):

@@ -1,6 +1,6 @@
 """Compile the notebook's train step for NVIDIA GPUs, without a GPU.
 
-    pip install -r requirements-gpu.txt nbformat
+    pip install -r requirements-gpu.txt
     python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
         [--json] [--text program.txt] [--original README.md] [--variant NAME ...]
         [key=value ...]
@@ -37,9 +37,9 @@ if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugi
 
 import jax
 import program
-from common import load_notebook, parse_changes
+from common import compile_step, load_notebook, parse_changes
 from jax.experimental import topologies
-from tpu_compile import compile_original, compile_step
+from tpu_compile import compile_original
 from variants import fetched_by_layer, recomputed
 
 import trainkit.config

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,35 +22,19 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import jax
 import jax.numpy as jnp
-from common import load_notebook, original_training, parse_changes
+from common import (
+    compile_step,
+    load_notebook,
+    original_training,
+    parse_changes,
+    timed_compile,
+)
 from jax.experimental import topologies
-from notebook_module import abstract_state
 from program import count_collectives, parse
 
 import trainkit.config
 import trainkit.devices
 import trainkit.states
-
-
-def compile_step(tutorial, config, mesh):
-    """The compiled train step, and the seconds that tracing and compiling took."""
-    windows = jax.ShapeDtypeStruct(
-        (config.batch_size, config.block_size + 1),
-        jnp.uint16,
-        sharding=trainkit.devices.batch_sharding(mesh),
-    )
-    state = abstract_state(tutorial, config, mesh)
-    with jax.set_mesh(mesh):
-        return timed_compile(tutorial.train_step, state, windows, config)
-
-
-def timed_compile(jitted, *arguments):
-    """The compiled program, and the seconds that tracing and compiling took."""
-    start = time.perf_counter()
-    lowered = jitted.lower(*arguments)
-    middle = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, middle - start, time.perf_counter() - middle
 
 
 def compile_original(path: str, config, mesh):

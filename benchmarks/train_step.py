@@ -13,7 +13,6 @@ peak, and on CPU to the speed of JAX's own product of two square matrices, measu
 """
 
 import argparse
-import dataclasses
 import os
 import resource
 import time
@@ -23,8 +22,10 @@ from statistics import median
 import numpy as np
 from common import (
     ROOT,
+    for_one_device,
     interleave,
     load_notebook,
+    load_tools,
     original_training,
     print_table,
     random_windows,
@@ -40,8 +41,6 @@ from variants import (
 
 import trainkit.config
 import trainkit.devices
-import trainkit.huggingface
-import trainkit.run_log
 import trainkit.states
 
 CPU = {
@@ -76,13 +75,7 @@ def make_config(platform: str, changes: dict):
         config = trainkit.config.TrainingConfig(**CPU)
     else:
         config = trainkit.config.load_config(ROOT / "configs" / CONFIGS[platform])
-    windows = config.device_windows // config.micro_batches
-    one = {"num_workers": 1, "devices_per_worker": 1, "topology": None} | changes
-    one |= {
-        "device_batch_size": windows,
-        "batch_size": windows * one.pop("micro_batches", 1),
-    }
-    return dataclasses.replace(config, **one)
+    return for_one_device(config, changes)
 
 
 def variants(platform: str) -> list[dict]:
@@ -138,6 +131,8 @@ def pytorch_step(tutorial, config, compiled: bool) -> Callable:
     import torch
     import transformers
 
+    import trainkit.huggingface
+
     device = "cuda" if config.platform == "gpu" else "cpu"
     settings = trainkit.huggingface.their_config(config)
     model = transformers.GPT2LMHeadModel(settings).to(device).train()
@@ -182,17 +177,23 @@ def device(platform: str, pytorch: bool) -> tuple[str, int]:
     return first.device_kind, first.memory_stats()["peak_bytes_in_use"]
 
 
-def matmul_flops(n: int = 2048) -> float:
-    """FLOP/s of a product of two float32 matrices [n, n] on the first device."""
+def matmul_flops(n: int = 2048, dtype: str = "float32") -> float:
+    """FLOP/s of a product of two matrices [n, n] on the first device."""
     import jax
 
-    product, square = jax.jit(jax.numpy.matmul), jax.numpy.ones((n, n))
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(product(square, square))
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / median(times)
+    square = jax.numpy.ones((n, n), dtype)
+    return 2 * n**3 / seconds_of(jax.jit(jax.numpy.matmul), square, square)
+
+
+def seconds_of(function: Callable, *arguments) -> float:
+    """How long a compiled function takes: the median of ten calls, after the first."""
+    import jax
+
+    times = [time.perf_counter()]
+    for _ in range(11):
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter())
+    return float(np.median(np.diff(times)[1:]))
 
 
 def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> dict:
@@ -209,10 +210,11 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
         name, memory = device(platform, make_step is pytorch_step)
     except Exception as error:  # an absent package, or too little memory
         return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
-    peaks = trainkit.run_log.PEAK_FLOPS
+    run_log = load_tools("run_log")
+    peaks = run_log.PEAK_FLOPS
     peak = next((peaks[k] for k in peaks if name.startswith(k)), measured)
     n_params = trainkit.states.count_parameters(tutorial.create_model, config)
-    flops = trainkit.run_log.flops_per_token(config, n_params)
+    flops = run_log.flops_per_token(config, n_params)
     return {
         "tokens": config.batch_size * config.block_size,
         "seconds": np.diff(times),

@@ -28,9 +28,9 @@ import json, sys
 sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
 import jax, numpy as np, trainkit.config, trainkit.devices
 from jax.sharding import NamedSharding, PartitionSpec
-from notebook_module import initial_state, load_notebook
+from common import compile_step, load_notebook
+from notebook_module import initial_state
 from program import count_collectives, parse
-from tpu_compile import compile_step
 
 tutorial = load_notebook()
 SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,

@@ -104,9 +104,8 @@ PROGRAM = """
 import json, sys
 sys.path[:0] = ["benchmarks"]
 import jax, numpy as np, program, trainkit.config, trainkit.devices
-from common import load_notebook
+from common import compile_step, load_notebook
 from notebook_module import initial_state
-from tpu_compile import compile_step
 
 tutorial = load_notebook()
 windows = np.random.default_rng(0).integers(0, 1000, (4, 16, 33), np.uint16)
