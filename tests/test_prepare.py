@@ -163,10 +163,10 @@ tutorial.prepare_dataset(config)
     assert manifest["documents"] == 1_000
 
 
-def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins, capsys):
-    """The page's cell doesn't ask the hub, or the network, for it."""
+def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
+    """No cell asks the hub, or the network, for it: the stream's text is built in."""
     config = write_bins(small(dataset="nobody/no-such-dataset"))
-    (cell,) = [c.source for c in code_cells() if "no text is loaded" in c.source]
-    exec(cell, vars(tutorial) | {"config": config})
-    assert "no text is loaded" in capsys.readouterr().out
+    reading = [c.source for c in code_cells() if "corpus.read(" in c.source]
+    assert len(reading) == 2 and "def prepare_dataset(" in reading[0]
+    assert 'streamed = load_config("configs/smoke.yaml"' in reading[1]
     assert "already in" in tutorial.prepare_dataset(config)["source"]
