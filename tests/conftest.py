@@ -2,7 +2,6 @@
 
 import gc
 import os
-import tempfile
 import threading
 from functools import cache, partial
 from pathlib import Path
@@ -16,8 +15,9 @@ os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to s
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
 WITH_PYTORCH = dict(os.environ)
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")
-compiled = tempfile.TemporaryDirectory()  # by one test, for all
-os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+CACHE = Path(__file__).resolve().parent.parent / "build" / "jax-cache"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # for all runs
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from notebook_module import load_notebook
 from trainkit.config import TrainingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
 
 
 def pytest_addoption(parser):
@@ -86,9 +87,14 @@ def tutorial():
     return load_notebook()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """First the tests that share one cluster."""
+    """First the tests that share one cluster; mark those that start nothing as fast."""
     items.sort(key=lambda item: "cluster" not in item.fixturenames)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"slow", "extra"} and not NOT_FAST & {*item.fixturenames}:
+            item.add_marker("fast")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Tokens and tokenizers to try things with, and a few steps of training in this process."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -18,6 +20,25 @@ def windows_for(config, steps, seed=1) -> np.ndarray:
     shape = (steps, config.batch_size, config.block_size + 1)
     walk = np.cumsum(rng.choice([1, 2, 3], size=shape, p=[0.8, 0.1, 0.1]), axis=-1)
     return (walk % config.vocab_size).astype(np.uint16)
+
+
+def shuffled_in_plain_integers(index: int, size: int, key: int) -> int:
+    """The Feistel network of `token_files.shuffle_index`, with Python's integers."""
+
+    def mix(x):
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    bits = max(1, -(-(size - 1).bit_length() // 2))
+    key, lower = mix(key + 1), 2**bits - 1
+    while True:
+        left, right = index >> bits, index & lower
+        for i in range(4):
+            left, right = right, left ^ mix((right + key + (i << 40)) % 2**64) & lower
+        index = left << bits | right
+        if index < size:
+            return index
 
 
 def run(tutorial, config, batches):
@@ -44,3 +65,23 @@ def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Toke
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(str(path))
     return found
+
+
+class Rows(NamedTuple):
+    """As much of a `ray.data.range` as a cluster isn't needed for."""
+
+    n: int
+    read: Callable[[dict], dict] = dict
+
+    def map_batches(self, read, batch_size=None):
+        return self._replace(read=read)
+
+    def iter_batches(self, batch_size, prefetch_batches=1) -> Iterator[dict]:
+        for start in range(0, self.n, batch_size):
+            yield self.read({"id": np.arange(start, min(start + batch_size, self.n))})
+
+
+def without_a_cluster(monkeypatch) -> None:
+    """Let datasets be read in this process, in one block."""
+    monkeypatch.setattr("ray.data.range", lambda n, override_num_blocks: Rows(n))
+    monkeypatch.setattr("trainkit.token_files.in_order", lambda dataset: dataset)

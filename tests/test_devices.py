@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,3 +200,125 @@ def test_the_gpus_of_a_node_are_neighbors_on_fsdp():
     )
     nodes = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
     assert result.stdout == f"{nodes}\n" * 2
+
+
+TOY = """
+import json, math, sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from types import SimpleNamespace
+import trainkit.devices as devices, trainkit.gradients as gradients
+
+RULES = (("embed", "fsdp"), ("mlp", "tensor"))
+rng = np.random.default_rng(0)
+kernel = rng.normal(size=(8, 4)).astype(np.float32)
+bias = rng.normal(size=4).astype(np.float32)
+windows = rng.normal(size=(16, 8)).astype(np.float32)
+seen = []
+
+class Toy(nnx.Module):
+    def __init__(self):
+        part = nnx.with_partitioning
+        self.kernel = nnx.Param(part(lambda: jnp.asarray(kernel), ("embed", "mlp"))())
+        self.bias = nnx.Param(part(lambda: jnp.asarray(bias), ("mlp",))())
+
+def loss_and_gradients(params, windows):
+    seen.append([list(params["kernel"].shape), list(windows.shape)])
+    loss = lambda p: jnp.mean(jnp.tanh(windows @ p["kernel"][...] + p["bias"][...]) ** 2)
+    return jax.value_and_grad(loss)(params)
+
+def run(data, fsdp, tensor):
+    config = SimpleNamespace(
+        mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16
+    )
+    mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
+    seen.clear()
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        params = nnx.state(Toy())
+        batch = jax.device_put(windows, devices.batch_sharding(mesh))
+        mean = lambda p, w: gradients.mean_over_devices(loss_and_gradients, p, w, RULES)
+        loss, found = jax.jit(mean)(params, batch)
+        hint = jax.jit(devices.divide_windows)(jnp.zeros((16, 3, 2)))
+    return {
+        "loss": float(loss),
+        "kernel": np.asarray(found["kernel"][...]).tolist(),
+        "bias": np.asarray(found["bias"][...]).tolist(),
+        "part": list(found["kernel"][...].addressable_shards[0].data.shape),
+        "seen": seen[0],
+        "rows": devices.local_rows(config, mesh).tolist(),
+        "hint": list(hint.addressable_shards[0].data.shape),
+        "grid": [d.id for d in mesh.devices.ravel()],
+        "axes": list(mesh.axis_names),
+    }
+
+with open(sys.argv[2], "w") as file:
+    json.dump([run(*shape) for shape in json.loads(sys.argv[1])], file)
+"""
+SHAPES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """A model of one layer on several meshes, in a process with eight devices."""
+    path = tmp_path_factory.mktemp("toys") / "found.json"
+    flags = "--xla_force_host_platform_device_count=8"
+    subprocess.run(
+        [sys.executable, "-c", TOY, json.dumps(SHAPES), str(path)],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        check=True,
+    )
+    return dict(zip(SHAPES, json.loads(path.read_text())))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_a_layer_are_numpys_on_each_mesh(toys, shape):
+    """And each device gets its own windows, all of fsdp's parameters, and its part back."""
+    found, (data, fsdp, tensor) = toys[shape], shape
+    rng = np.random.default_rng(0)
+    kernel, bias, windows = (rng.normal(size=s) for s in ((8, 4), 4, (16, 8)))
+    y = np.tanh(windows @ kernel + bias)
+    slope = 2 * y * (1 - y**2) / y.size
+    assert found["loss"] == pytest.approx((y**2).mean(), rel=1e-5)
+    np.testing.assert_allclose(found["kernel"], windows.T @ slope, atol=1e-6)
+    np.testing.assert_allclose(found["bias"], slope.sum(axis=0), atol=1e-6)
+    assert found["seen"] == [[8, 4], [16 // (data * fsdp), 8]]
+    assert found["part"] == [8 // fsdp, 4 // tensor]
+    assert found["hint"] == [16 // (data * fsdp), 3, 2]
+    assert found["rows"] == list(range(16))
+    assert sorted(found["grid"]) == list(range(data * fsdp * tensor))
+    assert found["axes"] == ["data", "fsdp", "tensor"]
+
+
+def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):
+    """Of two workers with two devices each, the second holds the other half."""
+    config, mesh = small(batch_size=8), trainkit.devices.make_mesh(small())
+
+    class Held:
+        def addressable_devices_indices_map(self, shape):
+            assert shape == (8,)
+            return {
+                "third": (slice(4, 6),),
+                "fourth": (slice(6, 8),),
+                "copy": (slice(4, 6),),
+            }
+
+    monkeypatch.setattr(trainkit.devices, "batch_sharding", lambda mesh: Held())
+    assert trainkit.devices.local_rows(config, mesh).tolist() == [4, 5, 6, 7]
+
+
+def test_only_the_data_axis_crosses_slices(small, monkeypatch):
+    """Two slices of four chips: JAX is asked for a mesh in each, and for two of them."""
+    chips = [SimpleNamespace(platform="tpu", slice_index=i // 4) for i in range(8)]
+    asked = []
+
+    def hybrid(within, across, **options):
+        asked.append((within, across, len(options["devices"])))
+        return np.array(trainkit.devices.jax.devices() * 8).reshape(4, 2, 1)
+
+    create = "create_hybrid_device_mesh"
+    monkeypatch.setattr(trainkit.devices.mesh_utils, create, hybrid)
+    monkeypatch.setattr(trainkit.devices.jax.sharding, "Mesh", lambda *a: a)
+    config = SimpleNamespace(mesh_shape=lambda n: (4, 2, 1), worker_range=(2, 2))
+    grid, axes = trainkit.devices.make_mesh(config, chips)
+    assert asked == [((2, 2, 1), (2, 1, 1), 8)] and axes == ("data", "fsdp", "tensor")

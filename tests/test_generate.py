@@ -1,11 +1,18 @@
 """Text out: the same tokens as Hugging Face, sampling, and what is refused."""
 
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from peers import ODD, make_peer, ours
 
 import trainkit.generate
+from trainkit.config import ModelConfig
 
 
 def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
@@ -54,6 +61,145 @@ def test_stops_at_end_of_text(tutorial, small):
     )
     found = trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
     assert found == [[end] * 8] * 2  # no token ends it
+
+
+class NextToken(nnx.Module):
+    """After token t, t + 1 is the likeliest, and t + 2 the second."""
+
+    def __init__(self, **config):
+        shape = {"block_size": 16, "vocab_size": 11, "n_layer": 2, "n_head": 1}
+        shape |= {"n_embd": 4, "compute_dtype": "float32"}
+        self.config = ModelConfig(**shape | config)
+        self.weight = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, tokens, caches, position):
+        after = (tokens[..., None] + jnp.array([1, 2])) % self.config.vocab_size
+        one_hot = jax.nn.one_hot(after, self.config.vocab_size)
+        return jnp.einsum("btkv,k->btv", one_hot, jnp.array([4.0, 3.0]))
+
+
+continue_next = partial(
+    trainkit.generate.generate_tokens, NextToken(), max_new_tokens=4, temperature=0
+)
+
+
+def test_an_end_inside_a_prompt_ends_nothing():
+    """Only one that is generated; the other rows go on, up to their own ends."""
+    prompts = [[5, 7], [7], [3, 9, 1], [7, 6]]
+    found = continue_next(prompts, end_of_text=7)
+    assert found == [[8, 9, 10, 0], [8, 9, 10, 0], [2, 3, 4, 5], [7]]
+    assert continue_next([[4]], end_of_text=8) == [[5, 6, 7, 8]]
+
+
+def test_answers_do_not_depend_on_the_other_prompts():
+    prompts = [[1], [2, 3, 4, 5, 6], [7, 8]]
+    together = continue_next(prompts)
+    assert together == [[2, 3, 4, 5], [7, 8, 9, 10], [9, 10, 0, 1]]
+    assert together == [continue_next([prompt])[0] for prompt in prompts]
+
+
+def test_prompts_keep_as_much_as_there_is_room_for(capsys):
+    """12 tokens before 4 new ones."""
+    longest = [*range(11), 0]
+    assert continue_next([longest]) == [[1, 2, 3, 4]]
+    assert not capsys.readouterr().out
+    assert continue_next([[5, *longest], [3]]) == [[1, 2, 3, 4], [4, 5, 6, 7]]
+    said = capsys.readouterr().out
+    assert said == "prompt 0: kept the last 12 of 13 tokens\n"
+    tokens, lengths = trainkit.generate.pad_prompts(
+        [[1, 2, 3], [4]], 2, SimpleNamespace(block_size=5, vocab_size=5)
+    )
+    assert tokens.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0]]
+    assert tokens.dtype == np.int32 and lengths.tolist() == [2, 1]
+
+
+def test_defaults():
+    """64 tokens at a temperature of 0.8, from the 50 likeliest, with the seed 0."""
+    model, draw = NextToken(block_size=80), trainkit.generate.generate_tokens
+    found = draw(model, [[1]])
+    assert [len(answer) for answer in found] == [64]
+    assert found == draw(model, [[1]], 64, 0.8, 50, 0, None)
+    assert found != draw(model, [[1]], 64, 0.8, 50, 1, None)
+    # Any token can come in a freer choice, but none beyond the vocabulary.
+    assert set(draw(model, [[1]], temperature=1e6)[0]) == set(range(11))
+
+
+def test_draws_differ_from_place_to_place_and_from_row_to_row():
+    """Each step goes on by 1 or 2."""
+    model = NextToken(block_size=64)
+    rows = trainkit.generate.generate_tokens(
+        model, [[0]] * 8, max_new_tokens=60, temperature=2.0, top_k=2
+    )
+    steps = np.diff(rows) % 11
+    assert set(np.unique(steps)) == {1, 2}
+    assert len(set(map(tuple, steps.tolist()))) == 8
+    # exp(4 / 2) against exp(3 / 2): of 472 steps, 62.2 % by 1, give or take four sigmas
+    assert (steps == 1).mean() == pytest.approx(0.622, abs=0.09)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_have_the_probabilities_of_a_softmax(temperature):
+    """Of the three likeliest tokens, which stand at 4, 1, and 2."""
+    logits = np.array([-9.0, 0.2, 0.1, -8.0, 1.0], np.float32)
+    found = trainkit.generate.sample_token(
+        jnp.broadcast_to(logits, (40_000, 5)), temperature, jax.random.key(0), 3
+    )
+    weights = np.exp(logits[[1, 2, 4]].astype(float) / temperature)
+    share = np.bincount(found, minlength=5) / 40_000
+    assert found.dtype == jnp.int32 and found.shape == (40_000,)
+    assert share[0] == share[3] == 0
+    np.testing.assert_allclose(share[[1, 2, 4]], weights / weights.sum(), atol=0.01)
+
+
+def test_no_temperature_takes_the_likeliest():
+    logits = jax.random.normal(jax.random.key(0), (500, 7))
+    for temperature, top_k in ((0, 7), (0.0, 3), (1e-9, 5), (1.0, 1)):
+        found = trainkit.generate.sample_token(
+            logits, temperature, jax.random.key(1), top_k
+        )
+        np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
+
+
+def test_text_ends_before_the_end_of_text(monkeypatch):
+    """The token itself is no part of the text, and the prompt's own tokens are."""
+
+    class Letters:
+        n_vocab, eot_token = 11, 10
+
+        def encode_ordinary(self, text):
+            return [ord(letter) - ord("a") for letter in text]
+
+        def decode(self, ids):
+            return "".join(chr(ord("a") + i) for i in ids)
+
+    monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Letters())
+    write = partial(trainkit.generate.generate, NextToken(tokenizer="letters"))
+    assert write(["ef", "a"], max_new_tokens=4, temperature=0) == ["efghij", "abcde"]
+    assert write(["ab", "i"], max_new_tokens=6, temperature=0) == ["abcdefgh", "ij"]
+    with pytest.raises(ValueError, match="expected a list of strings, found 'ab'"):
+        write("ab")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"prompts": []}, "prompts: expected at least one"),
+        ({"temperature": -0.1}, r"temperature \(-0.1\) must be 0 or"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, r"top_k \(0\)"),
+        ({"top_k": 1.5}, r"top_k \(1.5\)"),
+        ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be between 1 and 15,"),
+        ({"max_new_tokens": 16}, "max_new_tokens"),
+    ],
+)
+def test_options_out_of_their_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        trainkit.generate.generate_tokens(NextToken(), **{"prompts": [[1]]} | options)
+    longest = trainkit.generate.generate_tokens(
+        NextToken(), [[1]], max_new_tokens=15, top_k=1
+    )
+    assert longest == [[n % 11 for n in range(2, 17)]]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
+import trainkit.gradients
 import trainkit.layers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +99,20 @@ def test_query_key_and_value_are_those_of_one_product():
         trainkit.layers.project_to_heads(linear, x, 4), expected, strict=True
     ):
         np.testing.assert_allclose(part, wanted, atol=1e-6)
+
+
+def test_only_kernels_are_cast():
+    """Embeddings, biases, and norms stay as exact as they are."""
+    params = nnx.State(
+        {
+            "a": {"kernel": nnx.Param(jnp.ones(3)), "bias": nnx.Param(jnp.ones(3))},
+            "wte": {"embedding": nnx.Param(jnp.ones(3))},
+        }
+    )
+    cast = trainkit.gradients.cast_kernels(params, "bfloat16")
+    types = {".".join(path): x[...].dtype for path, x in nnx.to_flat_state(cast)}
+    float32 = {"a.bias": jnp.float32, "wte.embedding": jnp.float32}
+    assert types == {"a.kernel": jnp.bfloat16} | float32
 
 
 PROGRAM = """

@@ -1,13 +1,11 @@
 """What only some machines have: buckets, plugins, full processors, nodes that go away."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from pathlib import Path
 
 import fsspec
@@ -75,30 +73,6 @@ def test_your_xla_flags_stay(small, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     tpu = trainkit.workers.environment(small(platform="tpu"))
     assert "XLA_FLAGS" not in tpu
-
-
-@pytest.mark.parametrize(
-    "kind, peak",
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA B200", 2_250e12),
-        ("TPU v5 lite", 197e12),
-        ("TPU v5", 459e12),
-    ],
-)
-def test_peak_of_a_device(small, monkeypatch, kind, peak):
-    monkeypatch.setattr(
-        jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)]
-    )
-    config, n_params = small(), 1_000
-    flops = trainkit.run_log.flops_per_token(config, n_params)
-    found = trainkit.run_log.peak_tokens_per_s(config, n_params)
-    assert found == pytest.approx(peak * jax.device_count() / flops)
 
 
 def test_windows_is_refused_in_a_sentence():
@@ -251,44 +225,6 @@ def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
 def test_listings_of_buckets_are_not_kept():
     for protocol in ("s3", "gs", "gcs"):
         assert fsspec.config.conf[protocol]["use_listings_cache"] is False
-
-
-class Object:
-    """An object that can't be written for a while."""
-
-    def __init__(self):
-        self.texts, self.fails = [], False
-
-    def write_text(self, text: str) -> None:
-        if self.fails:
-            raise OSError("AWS Error SERVICE_UNAVAILABLE")
-        self.texts.append(text)
-
-
-def test_log_in_a_bucket(bucket, monkeypatch, capsys):
-    """Written at intervals and at evaluations; what fails comes with the next lines."""
-    now = [0.0]
-    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(trainkit.run_log.time, "monotonic", lambda: now[0])
-    log = trainkit.run_log.LogFile(bucket, 0)
-    log.path = file = Object()
-
-    def steps() -> list[int]:
-        log.writing.result()
-        return [json.loads(line)["step"] for line in file.texts[-1].splitlines()]
-
-    for step in range(1, 8):
-        log.append({"step": step})
-    assert not file.texts
-    log.append({"step": 8, "val_loss": 1.0})
-    assert steps() == list(range(1, 9)) and len(file.texts) == 1
-    file.fails, now[0] = True, 11.0
-    log.append({"step": 9})
-    log.writing.result()
-    assert "Cannot write" in capsys.readouterr().out and len(file.texts) == 1
-    file.fails, now[0] = False, 22.0
-    log.append({"step": 10})
-    assert steps() == list(range(1, 11)) and len(file.texts) == 2
 
 
 def test_lines_of_the_log_that_cannot_be_read_are_dropped(small):

@@ -40,7 +40,13 @@ def save(model, path) -> ray.train.Checkpoint:
     return ray.train.Checkpoint(str(path))
 
 
-@pytest.mark.parametrize("shape, length", [(ODD, 33), (SMALL, 24)], ids=["odd", "124M"])
+@pytest.mark.parametrize(
+    "shape, length",
+    [
+        pytest.param(ODD, 33, id="odd"),
+        pytest.param(SMALL, 24, id="124M", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_function(tutorial, small, peer, shape, length):
     theirs, folder = peer(shape)
     model = ours(tutorial, small, folder)

@@ -1,5 +1,6 @@
 """Whether a launch may go on, and what helps when memory runs out."""
 
+import dataclasses
 import json
 import math
 import os
@@ -20,11 +21,17 @@ import trainkit.launch
 import trainkit.run_log
 
 ROOT = Path(__file__).resolve().parent.parent
+PAUSE = trainkit.launch.PAUSE
 ELSEWHERE = {"session": "s", "job": "j", "host": "far", "process": 7, "since": "today"}
 
 
 @pytest.fixture
-def config(small, cluster):
+def config(small, monkeypatch):
+    """A configuration with a run's folder, in a driver of Ray's job 2."""
+    context = SimpleNamespace(
+        get_session_name=lambda: "session_1", get_job_id=lambda: "02"
+    )
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     config = small()
     config.run_path.mkdir(parents=True)
     return config
@@ -69,7 +76,7 @@ def test_lease_that_cannot_be_read_holds_nothing(config, text):
 @pytest.fixture
 def worker(monkeypatch):
     """This process as the first worker."""
-    context = SimpleNamespace(get_world_rank=lambda: 0)
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(trainkit.launch, "PAUSE", 0.05)
 
@@ -118,10 +125,94 @@ def test_worker_that_sees_another_folder_is_refused(config, worker):
         pass
 
 
-def test_storage_that_cannot_be_written(small, cluster, tmp_path):
+def test_storage_that_cannot_be_written(small, config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="storage_path: cannot write"):
         trainkit.launch.take_lease(small(storage_path=str(tmp_path / "file")), 60)
+
+
+def test_a_lease_names_the_launch(config, monkeypatch):
+    """Its job and process, and the five minutes that it has until its workers start."""
+    monkeypatch.setattr(trainkit.launch.time, "time", lambda: 1_000.0)
+    trainkit.launch.check(config)
+    lease = trainkit.launch.read_lease(config)
+    assert lease.pop("since")[:2] == "20"
+    assert lease == {
+        "session": "session_1",
+        "job": "02",
+        "host": trainkit.launch.socket.gethostname(),
+        "process": os.getpid(),
+        "until": 1_300.0,
+    }
+    trainkit.launch.check(config)  # its own lease is no hindrance
+    theirs = lease | {"host": "far", "job": "03", "since": "today"}
+    trainkit.launch.write_lease(config, theirs, 60)
+    with pytest.raises(RuntimeError, match="on far trains .* launch again in 60 s"):
+        trainkit.launch.check(config)
+    monkeypatch.setattr(trainkit.launch.time, "time", lambda: 1_060.0)
+    trainkit.launch.check(config)
+
+
+def test_other_workers_leave_the_lease_alone(config, worker, monkeypatch):
+    trainkit.launch.take_lease(config, 60)
+    path = trainkit.launch.lease_path(config)
+    before = path.read_text()
+    context = SimpleNamespace(get_world_rank=lambda: 1)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    with trainkit.launch.hold_lease(config):
+        time.sleep(0.2)
+    assert path.read_text() == before
+
+
+def test_a_lease_is_renewed_for_a_minute_at_a_time(config, worker, monkeypatch):
+    written = []
+    monkeypatch.setattr(trainkit.launch, "write_lease", lambda *x: written.append(x[2]))
+    trainkit.launch.lease_path(config).write_text(
+        json.dumps(ELSEWHERE | trainkit.launch.this_launch() | {"until": 1})
+    )
+    with trainkit.launch.hold_lease(config):
+        wait_for(lambda: len(written) > 1, what="a renewal")
+    assert set(written[:-1]) == {60} and written[-1] == 0
+    assert (trainkit.launch.LAUNCH, PAUSE) == (300, 15)  # a renewal may fail thrice
+
+
+def test_a_device_without_memory_gets_advice_and_other_errors_pass(
+    config, worker, capsys
+):
+    def loop(settings):
+        assert settings["n_embd"] == 32
+        raise jax.errors.JaxRuntimeError(said)
+
+    guarded = trainkit.launch.guarded(loop)
+    said = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+    settings = dataclasses.asdict(dataclasses.replace(config, num_workers=(1, 2)))
+    trainkit.launch.take_lease(config, 60)
+    with pytest.raises(MemoryError, match="too little memory.*device_batch_size: 1;"):
+        guarded(settings)  # of four windows on two workers, a device has two
+    assert "too little memory" in capsys.readouterr().out
+    said = "INTERNAL: another process died"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another process died"):
+        guarded(settings)
+    assert guarded.__name__ == "loop"
+
+
+def test_long_differences_are_cut_off(config, tutorial):
+    """Twelve lines of what differs, and dots."""
+    functions = tutorial.train_step, tutorial.loss_fn
+    trainkit.launch.check_code(config, functions)
+    (config.run_path / "step_00000002").mkdir()
+    code = config.run_path / "code.py"
+    text = code.read_text()
+    code.write_text(text + "\n\n\ndef gone():\n" + "    x = 1\n" * 20)
+    with pytest.raises(ValueError, match="What differs is gone:") as error:
+        trainkit.launch.check_code(config, functions)
+    lines = str(error.value).splitlines()
+    assert lines[1:3] == ["--- the run's", "+++ this notebook's"]
+    assert len(lines) == 1 + 12 + 1 + 1 and lines[13] == "..."
+    code.write_text(text + "\n\n\ndef gone():\n" + "    x = 1\n" * 3)
+    with pytest.raises(ValueError, match="What differs is gone:") as error:
+        trainkit.launch.check_code(config, functions)
+    assert "..." not in str(error.value)
 
 
 SECOND = """

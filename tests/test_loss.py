@@ -42,15 +42,16 @@ def test_bfloat16_loss_is_summed_in_float32(tutorial, small):
     """Changes far below bfloat16's resolution, 2^-6 near 6.26, still show."""
     config = small(compute_dtype="bfloat16")
     model = tutorial.create_model(config)
+    loss_fn = nnx.jit(tutorial.loss_fn)
     losses = {
-        float(tutorial.loss_fn(model, random_tokens(config, (4, 17), seed)))
+        float(loss_fn(model, random_tokens(config, (4, 17), seed)))
         for seed in range(16)
     }
     assert len(losses) == 16
     assert any(loss != float(jnp.bfloat16(loss)) for loss in losses)
     exact = tutorial.create_model(dataclasses.replace(config, compute_dtype="float32"))
     windows = random_tokens(config, (4, 17))
-    difference = tutorial.loss_fn(model, windows) - tutorial.loss_fn(exact, windows)
+    difference = loss_fn(model, windows) - loss_fn(exact, windows)
     assert abs(float(difference)) < 0.02
 
 
@@ -71,8 +72,8 @@ def test_gradients_of_the_loss_are_those_that_jax_finds(tutorial, small, loss_ch
         return -3 * picked.mean()
 
     model = tutorial.create_model(config)
-    loss, gradients = nnx.value_and_grad(ours)(model)
-    expected_loss, expected = nnx.value_and_grad(plain)(model)
+    loss, gradients = nnx.jit(nnx.value_and_grad(ours))(model)
+    expected_loss, expected = nnx.jit(nnx.value_and_grad(plain))(model)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6)
     leaves = jax.tree.leaves(gradients), jax.tree.leaves(expected)
     for found, wanted in zip(*leaves, strict=True):

@@ -150,6 +150,114 @@ def test_saves_between_evaluations(small, monkeypatch):
     assert [step for step in range(1, 21) if never.is_due(step)] == []
 
 
+@pytest.fixture
+def alone(checkpointer, monkeypatch):
+    """`restore` of a checkpointer in this process, and what it reports to Ray."""
+    reports = []
+    monkeypatch.setattr(
+        ray.train,
+        "report",
+        lambda metrics, **options: reports.append((metrics, options)),
+    )
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    kernel = jax.ShapeDtypeStruct((4, 2), np.float32, sharding=place)
+
+    def restore(recorded: str | None = None):
+        known = recorded and ray.train.Checkpoint(f"/anywhere/{recorded}")
+        return checkpointer.restore(known, {"kernel": kernel}), list(reports)
+
+    return restore
+
+
+def save_steps(checkpointer, *steps) -> None:
+    for step in steps:
+        state = {"kernel": np.full((4, 2), step, np.float32)}
+        checkpointer.save(state, step)
+        checkpointer.wait()
+
+
+def test_a_run_without_checkpoints_starts_anew_unless_all_are_refused(
+    checkpointer, alone
+):
+    assert alone() == (None, [])
+    save_steps(checkpointer, 10)
+    trainkit.checkpoints.refuse(checkpointer.config, FIRST, ValueError())
+    with pytest.raises(RuntimeError, match="No checkpoint in .* can be restored"):
+        alone()
+
+
+def test_the_newest_whole_checkpoint_is_restored_and_unknown_ones_are_reported(
+    checkpointer, alone, capsys
+):
+    """In order, with the log's lines, as far as the log has them."""
+    config = checkpointer.config
+    save_steps(checkpointer, 10, 20, 25, 30)
+    trainkit.checkpoints.refuse(config, "step_00000030", ValueError())
+    lines = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (config.run_path / "metrics.jsonl").write_text(text)
+    state, reports = alone(FIRST)
+    assert (state["kernel"] == 25).all()
+    assert [metrics for metrics, _ in reports] == [lines[1], {"step": 25}]
+    names = [options["checkpoint_dir_name"] for _, options in reports]
+    assert names == [SECOND, "step_00000025"]
+    assert [Path(o["checkpoint"].path).name for _, o in reports] == names
+    assert all(o["checkpoint_upload_mode"].name == "NO_UPLOAD" for _, o in reports)
+    assert "Going on from" in capsys.readouterr().out
+    assert checkpointer.recorded == FIRST
+    assert len(alone("step_00000025")[1]) == 2  # Ray knows all, and is told nothing
+
+
+def test_damage_is_noted_once_and_the_next_start_takes_the_one_before(
+    checkpointer, alone, monkeypatch
+):
+    config = checkpointer.config
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", lambda seconds: None)
+    save_steps(checkpointer, 10, 20)
+    for file in Path(config.run_path / SECOND).rglob("*"):
+        if file.is_file() and file.name != "_CHECKPOINT_METADATA":
+            file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(RuntimeError, match=f"(?s){SECOND}, which is damaged.*delete"):
+        alone()
+    note = (config.run_path / f"{SECOND}.refused").read_text()
+    assert note.startswith(f"Cannot restore {config.run_path / SECOND}")
+    state, _ = alone()
+    assert (state["kernel"] == 10).all()
+
+
+def test_at_most_three_differences_of_a_model_are_told():
+    def tree(*widths):
+        return {f"w{i}": np.ones((2, n)) for i, n in enumerate(widths)}
+
+    check = trainkit.checkpoints.check_shapes
+    check(tree(1, 2), tree(1, 2), "there")
+    check({}, tree(1), "there")  # nothing at all is damage
+    with pytest.raises(ValueError) as error:
+        check(tree(1, 2, 3, 4), tree(1, 1, 1, 1), "there")
+    assert str(error.value) == (
+        "there is a checkpoint of another model: w1: found (2, 2), expected (2, 1); "
+        "w2: found (2, 3), expected (2, 1); w3: found (2, 4), expected (2, 1). "
+        "Choose another run_name."
+    )
+    with pytest.raises(ValueError, match=r"w2: found \(2, 3\), expected None \.\.\."):
+        check(tree(2, 2, 3, 4), tree(1, 1), "there")
+    assert trainkit.checkpoints.array_shapes({"a": {"b": np.ones((3, 1))}}) == {
+        "a.b": (3, 1)
+    }
+
+
+def test_causes_end():
+    """Even if errors name one another as their cause."""
+    first, second = ValueError("first"), OSError("second")
+    first.__cause__, second.__context__ = second, first
+    assert trainkit.checkpoints.causes(first) == [first, second]
+    assert trainkit.checkpoints.causes(None) == []
+    assert trainkit.checkpoints.is_missing(FileNotFoundError("x"))
+    assert not trainkit.checkpoints.is_missing(first)
+
+
 # A disk that fills up.
 
 
@@ -468,9 +576,13 @@ else:
 
 
 def test_watchdog_ends_a_process_that_hangs_in_c():
-    command = [sys.executable, "-c", HANG, ROOT, "hanging"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    assert result.returncode == 1
-    assert "Timeout" in result.stderr and "in wait_in_c" in result.stderr
-    command[-1] = "stopped"
-    assert subprocess.run(command, timeout=60).returncode == 0
+    hanging, stopped = (
+        subprocess.Popen(
+            [sys.executable, "-c", HANG, ROOT, how], stderr=subprocess.PIPE, text=True
+        )
+        for how in ("hanging", "stopped")
+    )
+    said = hanging.communicate(timeout=60)[1]
+    assert hanging.returncode == 1
+    assert "Timeout" in said and "in wait_in_c" in said
+    assert stopped.wait(60) == 0

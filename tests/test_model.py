@@ -53,6 +53,21 @@ def test_initialization(tutorial):
             assert abs(value.mean()) < expected / 20, name
 
 
+def test_weights_follow_the_seed(tutorial, small):
+    """Which is 0 unless it is given; `create_state` takes the configuration's."""
+    config = small(n_layer=1, seed=5)
+
+    def table(model):
+        return np.asarray(model.wte.embedding[...])
+
+    create = tutorial.create_model
+    np.testing.assert_array_equal(table(create(config)), table(create(config, 0)))
+    assert (table(create(config)) != table(create(config, 5))).any()
+    params = tutorial.create_state(config).params
+    found = params["wte"]["embedding"][...]
+    np.testing.assert_array_equal(found, table(create(config, 5)))
+
+
 def test_logits_have_shape_dtype_and_no_padding(tutorial, small):
     config = small(compute_dtype="bfloat16")
     model = tutorial.create_model(config)
@@ -95,7 +110,7 @@ def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
     def gradient(compute_dtype):
         half = dataclasses.replace(config, compute_dtype=compute_dtype)
         model = tutorial.create_model(half, seed=3)
-        gradients = nnx.grad(tutorial.loss_fn)(model, windows)
+        gradients = nnx.jit(nnx.grad(tutorial.loss_fn))(model, windows)
         return np.asarray(gradients["wte"]["embedding"][...])[7]
 
     exact, found = gradient("float32"), gradient("bfloat16")

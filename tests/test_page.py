@@ -398,6 +398,7 @@ def test_theme_can_be_switched(browser, built):
     ]
 
 
+@pytest.mark.slow
 def test_build_refuses_faults(tmp_path):
     """Each fault is a warning of Sphinx, and warnings are errors."""
     faults = {

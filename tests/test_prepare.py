@@ -170,3 +170,30 @@ def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
     assert len(reading) == 2 and "def prepare_dataset(" in reading[0]
     assert 'streamed = load_config("configs/smoke.yaml"' in reading[1]
     assert "already in" in tutorial.prepare_dataset(config)["source"]
+
+
+HELLO = [15496, 995]  # "Hello world", as OpenAI's tokenizer page shows it
+
+
+def test_tokens_of_documents_end_with_the_end_of_text(tutorial, small):
+    rows = {"text": np.array(["Hello world", ""]), "split": np.array(["train", "val"])}
+    found = tutorial.tokenize(rows, small(vocab_size=50_257))
+    tokens = [
+        np.frombuffer(document, np.uint16).tolist() for document in found["tokens"]
+    ]
+    assert tokens == [[*HELLO, 50_256], [50_256]]
+    assert found["split"].tolist() == ["train", "val"]
+    wide = tutorial.tokenize(rows, small(vocab_size=70_000))["tokens"]
+    assert np.frombuffer(wide[0], np.uint32).tolist() == [*HELLO, 50_256]
+
+
+@pytest.mark.parametrize("copies, windows", [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_windows_of_a_stream_share_a_token(tutorial, small, copies, windows):
+    """Of so many documents of three tokens, and four tokens and the next in a window."""
+    config = small(vocab_size=50_257, block_size=4)
+    batch = {"text": np.array(["Hello world"] * copies)}
+    found = tutorial.cut_windows(batch, config)["tokens"]
+    tokens = np.array([*HELLO, 50_256] * copies)
+    assert found.shape == (windows, 5) and found.dtype == np.uint16
+    for i, window in enumerate(found):
+        assert window.tolist() == tokens[4 * i : 4 * i + 5].tolist()

@@ -94,6 +94,7 @@ def resolve(names: list[str], python: str, platform: str | None = None) -> dict:
     }
 
 
+@pytest.mark.slow
 def test_first_command_downloads_little():
     """What `ci/smoke.sh` installs, as PyPI reports it; the page says how much."""
     python = f"3.{sys.version_info.minor}"

@@ -70,6 +70,7 @@ def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path, empty
         assert secret not in "".join(traceback.format_exception(error.value))
 
 
+@pytest.mark.slow
 def test_dashboard_listens_on_the_loopback_address_only():
     """Started as the notebook starts it, in a process of its own."""
     (cell,) = [c.source for c in code_cells() if "\nray.init(" in c.source]

@@ -1,17 +1,22 @@
 """Token files: what is refused, and the order of their windows."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
+from samples import shuffled_in_plain_integers
 
 import trainkit.token_files
+from trainkit.config import TrainingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,10 +111,14 @@ def test_two_processes_prepare_the_same_folder(small):
     assert not partial_folders(config)
 
 
-def llm_c(ids) -> bytes:
+def llm_c(ids, magic=20240520) -> bytes:
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(ids)
+    header[:3] = magic, 1, len(ids)
     return header.tobytes() + ids.tobytes()
+
+
+def llm_c_of_llama(ids) -> bytes:
+    return llm_c(ids, 20240801)
 
 
 def numpys(ids) -> bytes:
@@ -123,6 +132,7 @@ def numpys(ids) -> bytes:
         (lambda ids: ids.astype(np.uint32).tobytes(), "four bytes for each token"),
         (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four bytes for each token"),
         (llm_c, "llm.c: leave out its first 1,024 bytes"),
+        (llm_c_of_llama, "llm.c: leave out its first 1,024 bytes"),
         (numpys, "numpy.save: write the array with tofile"),
     ],
 )
@@ -142,7 +152,7 @@ def test_other_formats_are_told_apart(small, write_bins, encode, words):
         (None, "does not exist"),
         (b"", "has 0 bytes"),
         (b"123", "has 3 bytes"),
-        (b"1234" * 4, "has 16 bytes.*block_size"),
+        (b"1234" * 8, "has 32 bytes.*expected 2 for .*block_size"),  # 16 tokens
     ],
 )
 def test_unusable_files(small, write_bins, contents, words):
@@ -169,11 +179,39 @@ def test_own_files_need_not_be_read_to_be_checked(small, write_bins):
         trainkit.token_files.check(config)
     (Path(config.data_dir) / "manifest.json").touch()
     trainkit.token_files.check(config)
+    with pytest.raises(ValueError, match="ids up to 50256, but vocab_size is 50256"):
+        trainkit.token_files.check(dataclasses.replace(config, vocab_size=50_256))
 
 
 def test_too_few_validation_windows(small, write_bins):
     config = write_bins(small(eval_steps=99))
     with pytest.raises(ValueError, match="25 windows.*396. Set one of these lower"):
+        trainkit.token_files.check(config)
+
+
+@pytest.mark.parametrize(
+    "tokens, windows", [(17, 1), (32, 1), (33, 2), (48, 2), (49, 3), (50, 3)]
+)
+def test_a_window_needs_a_token_after_its_last(small, tokens, windows):
+    """Of 16 tokens and the one that follows: 48 tokens are two windows, and 49 three."""
+    config = small(eval_steps=1, batch_size=1)
+    folder = Path(config.data_dir)
+    folder.mkdir(parents=True)
+    for split in ("train", "val"):
+        np.arange(100, 100 + tokens, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    assert trainkit.token_files.count_windows(config, "val") == windows
+    trainkit.token_files.check(config)
+    last = trainkit.token_files.read(config, "val", np.array([windows - 1, 0]))
+    assert last[:, 0].tolist() == [84 + 16 * windows, 100]
+    assert last[0].tolist() == list(range(84 + 16 * windows, 101 + 16 * windows))
+
+
+def test_exactly_enough_validation_windows(small, write_bins):
+    """Three batches of four windows need 12, and so 193 tokens."""
+    config = write_bins(small(eval_steps=3), val_tokens=193)
+    trainkit.token_files.check(config)
+    config = write_bins(config, val_tokens=192)
+    with pytest.raises(ValueError, match="has 11 windows, .* asks for 12"):
         trainkit.token_files.check(config)
 
 
@@ -196,6 +234,28 @@ def test_shuffle_is_a_permutation(size):
         assert sorted(order) == list(range(size))
     if size > 16:
         assert (orders[0] != orders[1]).any() and (orders[1] != orders[2]).any()
+
+
+def test_mix_is_splitmix64():
+    """The generator adds its gamma and mixes; its first numbers from the seed 1234567 are
+    published with the reference, and in Rosetta Code."""
+    gamma = 0x9E3779B97F4A7C15
+    states = np.array([1234567 + n * gamma for n in (1, 2, 3)], object) % 2**64
+    assert trainkit.token_files.mix(states.astype(np.uint64)).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 300])
+def test_order_of_windows_never_changes(size):
+    """Runs that began with an older version go on in the same order."""
+    index, keys = np.arange(size), (0, 1, 1337 * 2**32 + 5)
+    for key in keys:
+        found = trainkit.token_files.shuffle_index(index, size, np.full(size, key))
+        expected = [shuffled_in_plain_integers(i, size, key) for i in range(size)]
+        assert found.dtype == np.int64 and found.tolist() == expected
 
 
 def test_shuffle_looks_random():
@@ -261,3 +321,139 @@ def test_documents_for_validation_are_evenly_spread(fraction, places):
     found = [n for n in range(4_000) if trainkit.token_files.is_val(n, fraction)]
     assert found[: len(places)] == places
     assert len(found) == pytest.approx(4_000 * fraction, abs=1)
+
+
+@pytest.mark.parametrize(
+    "windows, blocks", [(0, 1), (1, 1), (8_192, 1), (8_193, 2), (20_000, 3)]
+)
+def test_a_task_reads_so_many_windows(windows, blocks):
+    assert trainkit.token_files.count_blocks(windows) == blocks
+
+
+def test_a_stretch_has_a_million_windows():
+    """1,048,576 in batches of 480 are 2,184.5 steps."""
+    steps = trainkit.token_files.step_ranges(TrainingConfig(), 7)
+    assert next(steps) == range(7, 2_192) and next(steps).start == 2_192
+
+
+@pytest.mark.parametrize("ray_runs, actor", [(False, None), (True, None), (True, "a1")])
+def test_rows_in_order_and_one_cpu_for_a_worker(monkeypatch, ray_runs, actor):
+    options = SimpleNamespace(preserve_order=False, resource_limits="all")
+    context = SimpleNamespace(execution_options=options, enable_progress_bars=True)
+    dataset = SimpleNamespace(context=context)
+    this = SimpleNamespace(get_actor_id=lambda: actor)
+    monkeypatch.setattr(ray, "is_initialized", lambda: ray_runs)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: this)
+    assert trainkit.token_files.in_order(dataset) is dataset
+    assert options.preserve_order and not context.enable_progress_bars
+    if actor:
+        assert options.resource_limits.cpu == 1
+    else:
+        assert options.resource_limits == "all"
+
+
+def test_which_processes_run(monkeypatch):
+    running = trainkit.token_files.is_running
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert running(os.getpid()) and running(str(os.getpid()))
+    assert not running(ended.pid) and not running(str(ended.pid))
+    assert running("2-17")  # of another host
+
+    def denied(process, number):
+        assert number == 0  # which only asks
+        raise PermissionError
+
+    monkeypatch.setattr(trainkit.token_files.os, "kill", denied)
+    assert running(1)  # another user's
+
+
+class Documents:
+    """A dataset of tokenized documents, in batches of (split, tokens)."""
+
+    def __init__(self, *batches, error=None):
+        self.batches, self.error = batches, error
+
+    def iter_batches(self, batch_size):
+        for batch in self.batches:
+            splits, documents = zip(*batch)
+            tokens = [np.array(ids, np.uint16).tobytes() for ids in documents]
+            yield {"split": splits, "tokens": tokens}
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def write(small, monkeypatch):
+    """Writes documents into the data_dir of a small configuration; returns both."""
+    monkeypatch.setattr(trainkit.token_files, "in_order", lambda dataset: dataset)
+
+    def write(*batches, error=None, **changes):
+        config = small(**changes)
+        source = {"dataset": "mine"}
+        documents = Documents(*batches, error=error)
+        return config, trainkit.token_files.write(config, documents, source)
+
+    return write
+
+
+def tokens_in(config) -> list[list[int]]:
+    paths = [trainkit.token_files.path_of(config, split) for split in ("train", "val")]
+    return [np.fromfile(path, np.uint16).tolist() for path in paths]
+
+
+def test_documents_go_where_their_split_says(write):
+    batches = [("val", [1, 2]), ("train", [3])], [("train", [4, 5, 6])]
+    config, manifest = write(*batches)
+    assert tokens_in(config) == [[3, 4, 5, 6], [1, 2]]
+    assert manifest == {
+        "source": {"dataset": "mine"},
+        "documents": 3,
+        "tokens": {"train": 4, "val": 2},
+    }
+    text = (Path(config.data_dir) / "manifest.json").read_text()
+    assert json.loads(text) == manifest
+    assert trainkit.token_files.existing(config, {"dataset": "mine"}) == manifest
+
+
+def test_documents_without_a_split_are_spread(write):
+    """Half of them: the second, the fourth, and the sixth."""
+    config, manifest = write([("", [n]) for n in range(1, 7)], val_fraction=0.5)
+    assert tokens_in(config) == [[1, 3, 5], [2, 4, 6]]
+    assert manifest["tokens"] == {"train": 3, "val": 3}
+
+
+@pytest.mark.parametrize(
+    "split, words", [("train", "3 documents .*validate with"), ("val", "3 .*train on")]
+)
+def test_a_split_without_documents_is_refused(write, split, words):
+    with pytest.raises(ValueError, match=f"val_fraction: 0.25 of {words}"):
+        write([(split, [1])] * 3, val_fraction=0.25)
+
+
+@pytest.mark.parametrize(
+    "number, kind, words",
+    [
+        (errno.ENOSPC, OSError, "data_dir: the disk of .* has no room"),
+        (errno.EIO, OSError, "broken cable"),
+    ],
+)
+def test_a_disk_that_is_full_says_what_helps(write, small, number, kind, words):
+    documents = [("train", [1]), ("val", [2])]
+    with pytest.raises(kind, match=words) as error:
+        write(documents, error=OSError(number, "broken cable"))
+    assert error.value.errno == number
+    assert not Path(small().data_dir).exists() and not partial_folders(small())
+
+
+def test_what_a_task_of_ours_says_is_said(write):
+    """Ray gives the task's error as text."""
+
+    def task_error(text):
+        return ray.exceptions.RayTaskError("read", f"Traceback\n{text}\n", Exception())
+
+    said = task_error("ConnectionError: tokenizer: no vocabulary here")
+    with pytest.raises(ConnectionError, match="^tokenizer: no vocabulary here$"):
+        write([("train", [1])], error=said)
+    with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
+        write([("train", [1])], error=task_error("KeyError: 'x'"))

@@ -77,7 +77,7 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     tokenizer = tiktoken.get_encoding("gpt2")
     tokens = [t for x in texts for t in (*tokenizer.encode_ordinary(x), 50_256)]
     documents = datasets.Dataset.from_dict({"text": texts})
-    cut_windows = partial(tutorial.cut_windows, block_size=config.block_size)
+    cut_windows = partial(tutorial.cut_windows, config=config)
     stream = ray.data.from_huggingface(documents).map_batches(
         cut_windows, batch_size=256
     )

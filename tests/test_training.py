@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from samples import run, windows_for
 
+import trainkit.gradients
 import trainkit.huggingface
 import trainkit.states
 
@@ -56,6 +58,8 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         optimizer.step()
         assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-4), step
         assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3), step
+        rate = float(metrics["learning_rate"])
+        assert rate == pytest.approx(float(schedule(step)), rel=1e-6), step
     assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
     theirs = dict(peer.named_parameters())
     for name, array in trainkit.huggingface.to_tensors(config, state.params).items():
@@ -179,3 +183,51 @@ def test_saving_memory_changes_no_result(tutorial, small, savings):
         np.testing.assert_allclose(
             a, b, atol=1e-5 if "scan_layers" in savings else 1e-4
         )
+
+
+def test_a_micro_batch_has_every_kth_window(tutorial, small):
+    """Six windows in three parts: those of a device, which are neighbors, stay on it."""
+    config = small(batch_size=6, device_batch_size=2)
+    windows = np.arange(6 * 17).reshape(6, 17)
+    parts = trainkit.gradients.micro_batches(windows, config)
+    assert parts.shape == (3, 2, 17)
+    for i in range(3):
+        np.testing.assert_array_equal(parts[i], windows[i::3])
+
+
+def test_each_micro_batch_draws_anew(tutorial, small):
+    """From the seed, the step, and the micro-batch, in this order; XLA draws the rest."""
+    config = small(n_layer=1, dropout=0.5, batch_size=6, device_batch_size=2, seed=7)
+    state = tutorial.create_state(config)._replace(step=jax.numpy.int32(5))
+    model = tutorial.create_model(config, config.seed)
+    windows = np.repeat(
+        windows_for(config, 1)[0][:2], 3, axis=0
+    )  # three times the same
+    key, losses = jax.random.fold_in(jax.random.key(7), 5), []
+    for i in range(3):
+        rngs = nnx.Rngs(dropout=jax.random.fold_in(key, i))
+        losses.append(float(tutorial.loss_fn(model, windows[::3], rngs)))
+    assert len(set(losses)) == 3
+    found = tutorial.train_step(state, windows, config)[1]["loss"]
+    assert float(found) == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+def test_evaluation_is_the_mean_of_batches_that_differ(tutorial, small):
+    """Of one that is easy and two that aren't, each in two parts."""
+    config = small(n_layer=1, device_batch_size=2, dropout=0.9)
+    params = tutorial.create_state(config).params
+    params["wte"]["embedding"][...] = params["wte"]["embedding"][...].at[3].add(0.5)
+    rng = np.random.default_rng(0)
+    batches = [np.full((4, 17), 3, np.uint16)]
+    batches += list(rng.integers(0, 521, (2, 4, 17)).astype(np.uint16))
+    model = trainkit.states.assemble(tutorial.create_model, config, params)
+    losses = [float(tutorial.loss_fn(model, batch)) for batch in batches]
+    assert max(losses) - min(losses) > 0.2
+    tutorial.eval_step.clear_cache()
+    found = tutorial.evaluate(params, batches, config)
+    assert tutorial.eval_step._cache_size() == 1  # compiled once
+    assert found.dtype == np.float32
+    assert float(found) == pytest.approx(np.mean(losses), abs=1e-5)
+    assert float(tutorial.evaluate(params, batches[:1], config)) == pytest.approx(
+        losses[0], abs=1e-5
+    )

@@ -275,3 +275,213 @@ def test_workers_that_leave_no_cpu_to_ray_data_say_so(cluster, small, capsys):
         trainkit.workers.say_if_no_cpu_is_left(config)
         text = f"2 workers take {total - left:g} of the cluster's {total:g} CPUs"
         assert (text in capsys.readouterr().out) == said
+
+
+# A cluster that is only described.
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A function that lets Ray list these nodes, resources each; a dead one is a string."""
+
+    def let(*resources, free: dict | None = None):
+        alive = [each for each in resources if isinstance(each, dict)]
+        listed = [{"Alive": True, "Resources": each} for each in alive]
+        gone = {"Alive": False, "Resources": {"CPU": 64, "GPU": 64, "TPU": 64}}
+        listed += [gone] * (len(resources) - len(alive))
+        total = {k: sum(x.get(k, 0) for x in alive) for x in alive for k in x}
+        monkeypatch.setattr(ray, "nodes", lambda: listed)
+        monkeypatch.setattr(ray, "cluster_resources", lambda: total)
+        monkeypatch.setattr(ray, "available_resources", lambda: total | (free or {}))
+
+    return let
+
+
+def gpus(n, kind="H100", cpus=32) -> dict:
+    return {"CPU": cpus, "GPU": n, f"accelerator_type:{kind}": 1}
+
+
+@pytest.mark.parametrize(
+    "each, room", [(1, 20), (2, 10), (3, 5), (4, 5), (5, 2), (8, 2), (9, 0)]
+)
+def test_a_worker_never_spans_two_nodes(nodes, small, each, room):
+    """Of 8, 8, and 4 GPUs; a node that is gone has none."""
+    nodes(gpus(8), gpus(8), {"CPU": 8}, gpus(4, "A100"), "gone")
+    config = small(platform="gpu", devices_per_worker=each)
+    assert trainkit.workers.count_room(config) == room
+    kind = dataclasses.replace(config, accelerator_type="A100")
+    assert trainkit.workers.count_room(kind) == 4 // each
+
+
+def test_as_many_workers_as_share_a_batch(nodes, small, capsys):
+    nodes(gpus(8), gpus(8), gpus(4))
+
+    def complete(**changes):
+        config = small(**{"platform": "gpu", "batch_size": 64} | changes)
+        return trainkit.workers.with_num_workers(config).num_workers
+
+    assert complete(devices_per_worker=8) == 2
+    assert not capsys.readouterr().out
+    assert complete() == 16  # of 20; 17 to 20 don't divide 64
+    assert "16 workers of 20 that the cluster has room for" in capsys.readouterr().out
+    assert complete(num_workers=3, batch_size=3) == 3  # which the user has set
+    assert complete(num_workers=(2, 4), batch_size=12) == (2, 4)
+    assert complete(platform="cpu") == 1
+    with pytest.raises(ValueError, match="20.*does not divide evenly over 20|fsdp"):
+        complete(fsdp=32)
+    with pytest.raises(RuntimeError, match="9 GPUs or more, 9 on a node.*for 0 work"):
+        complete(devices_per_worker=9)
+
+
+def tpus(n) -> dict:
+    return {"CPU": 100, "TPU": n, "accelerator_type:TPU-V6E": 1}
+
+
+SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 4, "batch_size": 64}
+
+
+def test_workers_of_slices_are_whole_slices(nodes, small, capsys):
+    nodes(*[tpus(4)] * 9)
+
+    def complete(**changes):
+        return trainkit.workers.with_num_workers(small(**SLICE | changes)).num_workers
+
+    assert complete() == 8
+    assert "8 workers of 9" in capsys.readouterr().out
+    assert complete(topology="2x4") == 8
+    alone = {"topology": None, "accelerator_type": None}
+    assert complete(**alone) == 1  # a host by itself, though there are nine
+    nodes(tpus(4), tpus(4), tpus(4))
+    with pytest.raises(RuntimeError, match="needs 16 TPUs or more, 4 on a") as error:
+        complete()
+    assert "has room for 3 workers" in str(error.value)
+    assert "topology: null, accelerator_type: null" in str(error.value)
+    assert "devices_per_worker: 4." in str(error.value)
+    nodes({"CPU": 4})
+    with pytest.raises(RuntimeError, match="room for 0 workers") as error:
+        complete()
+    assert "topology: null" not in str(error.value)  # there is no TPU host
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (
+            {"num_workers": 3, "batch_size": 6, "cpus_per_worker": 2.5},
+            (3, False, False, {"CPU": 2.5}),
+        ),
+        (
+            {"platform": "gpu", "num_workers": 2, "devices_per_worker": 8}
+            | {"cpus_per_worker": 12.0, "batch_size": 16},
+            (2, True, False, {"CPU": 12.0, "GPU": 8}),
+        ),
+        (SLICE | {"num_workers": 8}, (8, False, True, {"TPU": 4})),
+    ],
+)
+def test_request_to_ray(small, changes, expected):
+    config = small(**changes)
+    found = trainkit.workers.scaling_config(config)
+    request = (
+        found.num_workers,
+        found.use_gpu,
+        found.use_tpu,
+        found.resources_per_worker,
+    )
+    assert request == expected
+    assert found.topology == config.topology
+    assert found.accelerator_type == config.accelerator_type
+
+
+def test_resources_of_several_nodes(nodes, small, capsys):
+    """Two workers with 8 GPUs and 12 CPUs each, and a CPU for Ray Data."""
+    config = small(platform="gpu", num_workers=2, devices_per_worker=8, batch_size=16)
+    config = dataclasses.replace(config, cpus_per_worker=12.0)
+    check = trainkit.workers.check_resources
+    nodes(gpus(8, cpus=13), gpus(8, cpus=12))
+    check(config)
+    assert not capsys.readouterr().out
+    nodes(gpus(8, cpus=12), gpus(8, cpus=12))
+    with pytest.raises(RuntimeError, match=r"take {'CPU': 25.0}.* has {'CPU': 24}"):
+        check(config)
+    nodes(gpus(8), gpus(7))
+    with pytest.raises(RuntimeError, match=r"2 workers.*{'GPU': 16}.*{'GPU': 15}"):
+        check(config)
+    check(dataclasses.replace(config, autoscaling=True))
+    nodes(gpus(8), gpus(8), free={"GPU": 15, "CPU": 24.5})
+    check(config)
+    said = capsys.readouterr().out.splitlines()[-2:]
+    assert "needs 25 CPUs, and 24.5 of 64 are free" in said[0]
+    assert "needs 16 GPUs, and 15 of 16 are free" in said[1]
+    elastic = dataclasses.replace(config, num_workers=(1, 2))
+    nodes(gpus(8))
+    check(elastic)  # the fewest are enough
+    nodes({"CPU": 64})
+    with pytest.raises(RuntimeError, match="1 workers and a CPU"):
+        check(elastic)
+
+
+def test_a_batch_that_divides_badly_is_told_before_the_start(nodes, small, capsys):
+    nodes({"CPU": 4})
+    trainkit.workers.check_resources(small(batch_size=37, device_batch_size=32))
+    assert "37 parts of 1" in capsys.readouterr().out
+
+
+def test_the_last_cpu_is_ray_datas(nodes, small, capsys):
+    config = small(num_workers=3, cpus_per_worker=1.5, batch_size=6)
+    for cpus, said in ((5.25, True), (5.5, False)):
+        nodes({"CPU": cpus})
+        trainkit.workers.say_if_no_cpu_is_left(config)
+        text = f"3 workers take 4.5 of the cluster's {cpus} CPUs"
+        assert (text in capsys.readouterr().out) == said
+    nodes(tpus(4) | {"CPU": 1}, *[tpus(4) | {"CPU": 0}] * 3)
+    trainkit.workers.say_if_no_cpu_is_left(small(**SLICE, num_workers=4))
+    assert not capsys.readouterr().out  # TPU workers take none
+
+
+def test_gpus_are_those_that_ray_assigned(monkeypatch):
+    assigned = {"GPU": ["3", "2"]}
+    context = SimpleNamespace(get_accelerator_ids=lambda: assigned)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # by Ray's backend
+    trainkit.workers.use_assigned_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_an_address_with_brackets_and_what_is_none(monkeypatch):
+    """An IPv6 address, and names that Ray looks up by itself."""
+    asked = []
+
+    def connect(address, timeout):
+        asked.append((*address, timeout))
+        raise OSError("refused")
+
+    monkeypatch.setattr(trainkit.workers.socket, "create_connection", connect)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://[::1]:6379")
+    with pytest.raises(ConnectionError, match="no cluster answers there"):
+        trainkit.workers.check_address()
+    assert asked == [("::1", 6379, 5)]
+    for address in ("auto", "my-cluster", "local"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        trainkit.workers.check_address()
+    assert len(asked) == 1
+
+
+def test_a_worker_starts_with_the_workers_that_there_are(small, monkeypatch):
+    """An elastic run may have fewer. GPUs are chosen before JAX is asked for a device."""
+    done, workers = [], trainkit.workers
+    context = SimpleNamespace(get_world_size=lambda: 1)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(workers.jax, "set_mesh", done.append)
+    monkeypatch.setattr(workers, "say_if_no_cpu_is_left", lambda c: done.append("CPU"))
+    monkeypatch.setattr(workers, "use_assigned_gpus", lambda: done.append("GPUs"))
+    settings = dataclasses.asdict(small(num_workers=(1, 2)))
+    config, mesh = workers.start_worker(settings)
+    assert config.num_workers == 1 and mesh.devices.shape == (1, 1, 1)
+    assert done == ["CPU", mesh]
+    done.clear()
+    monkeypatch.setattr(workers, "check_generation", lambda c, d: done.append(d))
+    monkeypatch.setattr(workers.jax, "process_index", lambda: 1)
+    _, mesh = workers.start_worker(settings | {"platform": "gpu"})
+    (device,) = mesh.devices.ravel()
+    assert done == ["GPUs", device, mesh]

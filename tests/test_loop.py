@@ -1,0 +1,273 @@
+"""The loop in this process: what it trains on, evaluates, logs, saves, and reports.
+
+Ray's part is played: `Rows` for its datasets, and a list for its reports. test_trainer.py has
+the same loop on real workers.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import ray.train
+from conftest import read_arrays
+from samples import shuffled_in_plain_integers, without_a_cluster
+
+import trainkit.checkpoints
+import trainkit.devices
+import trainkit.launch
+import trainkit.run_log
+import trainkit.states
+import trainkit.token_files
+import trainkit.workers
+
+
+def windows_of(config, split) -> np.ndarray:
+    """All windows of a file, in its order, [windows, T + 1]."""
+    tokens = np.fromfile(Path(config.data_dir) / f"{split}.bin", np.uint16)
+    T = config.block_size
+    last = len(tokens) - T
+    return np.stack([tokens[start : start + T + 1] for start in range(0, last, T)])
+
+
+def training_windows(tutorial, config, steps, rows=None) -> np.ndarray:
+    """[steps, rows, T + 1]."""
+    dataset = tutorial.make_token_dataset(config, "train", steps, rows)
+    size = config.batch_size if rows is None else len(rows)
+    return np.stack([batch["tokens"] for batch in dataset.iter_batches(size)])
+
+
+def test_each_epoch_has_each_window_in_an_order_of_its_own(
+    tutorial, small, write_bins, monkeypatch
+):
+    """33 windows in steps of 4: an epoch ends inside a batch."""
+    without_a_cluster(monkeypatch)
+    config = write_bins(small(max_steps=34), train_tokens=33 * 16 + 9)
+    windows = windows_of(config, "train")
+    assert windows.shape == (33, 17)
+    found = training_windows(tutorial, config, range(34)).reshape(-1, 17)
+    assert found.dtype == np.uint16
+    epochs = [found[start : start + 33] for start in range(0, 132, 33)]
+    for epoch in epochs:
+        assert sorted(map(bytes, epoch)) == sorted(map(bytes, windows))
+    assert len({epoch.tobytes() for epoch in [*epochs, windows]}) == 5
+    # The order is that of all versions, or runs that go on would repeat windows.
+    for epoch in (0, 3):
+        key = 1337 * 4_294_967_296 + epoch
+        order = [shuffled_in_plain_integers(i, 33, key) for i in range(33)]
+        np.testing.assert_array_equal(epochs[epoch], windows[order])
+    other = dataclasses.replace(config, seed=config.seed + 1)
+    other = training_windows(tutorial, other, range(34)).reshape(-1, 17)
+    assert len({other[:33].tobytes(), *(epoch.tobytes() for epoch in epochs)}) == 5
+    assert other[33:66].tobytes() not in {epoch.tobytes() for epoch in epochs}
+
+
+def test_windows_follow_the_step_and_the_place(
+    tutorial, small, write_bins, monkeypatch
+):
+    without_a_cluster(monkeypatch)
+    config = write_bins(small())
+    whole = training_windows(tutorial, config, range(20))
+    np.testing.assert_array_equal(
+        training_windows(tutorial, config, range(7, 9)), whole[7:9]
+    )
+    np.testing.assert_array_equal(
+        training_windows(tutorial, config, range(3, 6), [1, 3]), whole[3:6, [1, 3]]
+    )
+    dataset = tutorial.make_token_dataset(config, "train", range(3, 5), [1, 3])
+    sequences = [batch["sequence"].tolist() for batch in dataset.iter_batches(2)]
+    assert sequences == [[13, 15], [17, 19]]
+    val = tutorial.make_token_dataset(config, "val", range(1, 3))
+    found = np.concatenate([batch["tokens"] for batch in val.iter_batches(3)])
+    np.testing.assert_array_equal(found, windows_of(config, "val")[4:12])
+
+
+class Watched:
+    """A watchdog that tells what it was told."""
+
+    def __init__(self, seconds):
+        self.told.append(seconds)
+
+    def beat(self, step):
+        self.told.append(step)
+
+    def stop(self):
+        self.told.append("stop")
+
+
+@pytest.fixture
+def play(tutorial, monkeypatch):
+    """A function that runs the loop in this process.
+
+    It returns the reports to Ray, (name, metrics) each, and what the watchdog was told.
+    """
+    without_a_cluster(monkeypatch)
+    told, reports, recorded = [], [], []
+    watched = type("Watchdog", (Watched,), {"told": told})
+
+    def report(metrics, checkpoint, checkpoint_dir_name, **options):
+        name = checkpoint_dir_name
+        assert Path(checkpoint.path).name == name
+        if upload := options.pop("checkpoint_upload_fn", None):
+            assert upload(checkpoint, name) == checkpoint
+            mode = options.pop("checkpoint_upload_mode")
+            assert mode is ray.train.CheckpointUploadMode.ASYNC
+            assert options == {"delete_local_checkpoint_after_upload": False}
+        reports.append((name, metrics))
+        recorded[:] = [checkpoint]
+
+    monkeypatch.setattr(trainkit.workers, "Watchdog", watched)
+    monkeypatch.setattr(ray.train, "report", report)
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", set)
+    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda x: x)
+
+    def run(config):
+        latest = next(
+            (x for x in recorded if Path(x.path).parent == config.run_path), None
+        )
+        mesh = trainkit.devices.make_mesh(config)
+        monkeypatch.setattr(ray.train, "get_checkpoint", lambda: latest)
+        monkeypatch.setattr(trainkit.workers, "start_worker", lambda _: (config, mesh))
+        config.run_path.mkdir(parents=True, exist_ok=True)
+        told.clear(), reports.clear()
+        with jax.set_mesh(mesh):
+            tutorial.train_loop_per_worker(dataclasses.asdict(config))
+        return list(reports), list(told)
+
+    return run
+
+
+@pytest.fixture
+def odd(small, write_bins):
+    """Intervals that don't divide one another, nor the number of steps."""
+    return write_bins(
+        small(
+            n_layer=1,
+            dropout=0.1,
+            device_batch_size=2,
+            max_steps=11,
+            log_interval=3,
+            eval_interval=4,
+            checkpoint_interval=5,
+            eval_steps=3,
+            stall_timeout_s=77.0,
+        )
+    )
+
+
+def log_of(config) -> dict[int, dict]:
+    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line for line in map(json.loads, lines)}
+
+
+def test_what_is_logged_saved_and_reported(tutorial, play, odd):
+    reports, told = play(odd)
+    saved = [f"step_{step:08d}" for step in (4, 5, 8, 10, 11)]
+    assert [name for name, _ in reports] == saved  # the last step, too
+    assert trainkit.checkpoints.list_saved(odd) == saved[::-1]
+    log = log_of(odd)
+    assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
+    assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
+    assert [metrics for _, metrics in reports] == [log[s] for s in (4, 5, 8, 10, 11)]
+    assert told == [77.0, *range(12), "stop"]
+
+
+def test_steps_are_those_of_the_windows_in_order(tutorial, play, odd):
+    """The loop's losses and last weights are those of a plain loop over `train_step`."""
+    play(odd)
+    mesh, losses = trainkit.devices.make_mesh(odd), {}
+    with jax.set_mesh(mesh):
+        given = tutorial.create_state, odd
+        abstract = trainkit.states.abstract_state(*given, mesh, tutorial.SHARDING_RULES)
+        state = trainkit.states.initial_state(*given, abstract)
+        for step, windows in enumerate(training_windows(tutorial, odd, range(11)), 1):
+            state, metrics = tutorial.train_step(state, windows, odd)
+            losses[step] = float(metrics["loss"])
+    log = log_of(odd)
+    assert {step: line["loss"] for step, line in log.items()} == {
+        step: losses[step] for step in log
+    }
+    saved = read_arrays(odd.run_path / "step_00000011")
+    for mine, expected in zip(saved, jax.tree.leaves(state._asdict()), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+def test_validation_loss_is_the_mean_over_the_first_windows(tutorial, play, odd):
+    """Of 12 windows in three batches, each in two parts, without dropout."""
+    reports, _ = play(odd)
+    windows = windows_of(odd, "val")[:12].astype(np.int32)
+    (folder,) = (odd.run_path / name for name, _ in reports[-1:])
+    model = tutorial.load_model(ray.train.Checkpoint(str(folder)))
+    logits = np.asarray(model(windows[:, :-1]), np.float64)
+    logits = logits[..., : odd.vocab_size]
+    log_sum = np.log(np.exp(logits).sum(axis=-1))
+    picked = np.take_along_axis(logits, windows[:, 1:, None], axis=-1)[..., 0]
+    losses = (log_sum - picked).mean(axis=-1)
+    assert losses.std() > 0.01  # batches differ, so the mean shows which are in it
+    assert reports[-1][1]["val_loss"] == pytest.approx(losses.mean(), abs=1e-5)
+
+
+def test_a_run_goes_on_bit_for_bit(play, odd):
+    """From step 11, which is no multiple of anything, to step 14."""
+    longer = dataclasses.replace(odd, max_steps=14)
+    straight = dataclasses.replace(longer, run_name="straight")
+    play(odd)
+    reports, told = play(longer)
+    assert [name for name, _ in reports] == ["step_00000012", "step_00000014"]
+    assert told == [77.0, 11, 12, 13, 14, "stop"]
+    play(straight)
+    arrays = [read_arrays(c.run_path / "step_00000014") for c in (longer, straight)]
+    for a, b in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert log_of(longer)[14]["loss"] == log_of(straight)[14]["loss"]
+    assert log_of(longer)[12]["val_loss"] == log_of(straight)[12]["val_loss"]
+
+
+def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd, monkeypatch):
+    """When it next writes a line, which is at step 3."""
+    wild = dataclasses.replace(odd, learning_rate=1e30, run_name="wild")
+    add, steps = trainkit.run_log.RunLog.add, []
+
+    def noting(log, step, metrics):
+        steps.append(step)
+        add(log, step, metrics)
+
+    monkeypatch.setattr(trainkit.run_log.RunLog, "add", noting)
+    reports, told = play(wild)
+    assert steps == [1, 2, 3] and told == [77.0, 0, 1, 2, "stop"]
+    assert not reports and not trainkit.checkpoints.list_saved(wild)
+    assert (wild.run_path / "diverged.txt").exists()
+
+
+def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
+    """Nothing starts: what the request says, on each platform."""
+    checked = []
+    monkeypatch.setattr(
+        trainkit.launch, "check", lambda *given, **named: checked.append((given, named))
+    )
+
+    def make(**changes):
+        config = small(**{"num_workers": 2, "max_failures": 5} | changes)
+        return config, tutorial.make_trainer(config)
+
+    config, trainer = make()
+    run, kept = trainer.run_config, trainer.run_config.checkpoint_config
+    assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
+    assert run.failure_config.max_failures == 5
+    assert (kept.num_to_keep, kept.checkpoint_score_attribute) == (2, "val_loss")
+    assert kept.checkpoint_score_order == "min"
+    environment = trainkit.workers.environment(config)
+    assert run.worker_runtime_env == {"env_vars": environment}
+    assert trainer.train_loop_config == dataclasses.asdict(config)
+    assert trainer.scaling_config == trainkit.workers.scaling_config(config)
+    functions = ("create_state", "train_step", "make_token_dataset")
+    code = tuple(getattr(tutorial, name) for name in functions)
+    assert checked == [((config,), {"code": code})]
+    joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
+    for platform, expected in joins.items():
+        changes = {"num_workers": 1} if platform == "tpu" else {}
+        backend = make(platform=platform, **changes)[1].backend_config
+        assert (backend.use_gpu, backend.use_tpu) == expected
