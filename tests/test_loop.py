@@ -74,9 +74,12 @@ def test_windows_follow_the_step_and_the_place(
         training_windows(tutorial, config, range(7, 9)), whole[7:9]
     )
     np.testing.assert_array_equal(
-        training_windows(tutorial, config, range(3, 6), [1, 3]), whole[3:6, [1, 3]]
+        training_windows(tutorial, config, range(3, 6), np.array([1, 3])),
+        whole[3:6, [1, 3]],
     )
-    dataset = tutorial.make_token_dataset(config, "train", range(3, 5), [1, 3])
+    dataset = tutorial.make_token_dataset(
+        config, "train", range(3, 5), np.array([1, 3])
+    )
     sequences = [batch["sequence"].tolist() for batch in dataset.iter_batches(2)]
     assert sequences == [[13, 15], [17, 19]]
     val = tutorial.make_token_dataset(config, "val", range(1, 3))
@@ -172,7 +175,7 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
     assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
     assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
     assert [metrics for _, metrics in reports] == [log[s] for s in (4, 5, 8, 10, 11)]
-    assert told == [77.0, *range(12), "stop"]
+    assert told == [77.0, *range(1, 12), "stop"]
 
 
 def test_steps_are_those_of_the_windows_in_order(tutorial, play, odd):
@@ -217,7 +220,7 @@ def test_a_run_goes_on_bit_for_bit(play, odd):
     play(odd)
     reports, told = play(longer)
     assert [name for name, _ in reports] == ["step_00000012", "step_00000014"]
-    assert told == [77.0, 11, 12, 13, 14, "stop"]
+    assert told == [77.0, 12, 13, 14, "stop"]
     play(straight)
     arrays = [read_arrays(c.run_path / "step_00000014") for c in (longer, straight)]
     for a, b in zip(*arrays, strict=True):
@@ -237,7 +240,7 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd, monkeypatch)
 
     monkeypatch.setattr(trainkit.run_log.RunLog, "add", noting)
     reports, told = play(wild)
-    assert steps == [1, 2, 3] and told == [77.0, 0, 1, 2, "stop"]
+    assert steps == [1, 2, 3] and told == [77.0, 1, 2, "stop"]
     assert not reports and not trainkit.checkpoints.list_saved(wild)
     assert (wild.run_path / "diverged.txt").exists()
 

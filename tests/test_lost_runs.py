@@ -205,7 +205,7 @@ def test_the_newest_whole_checkpoint_is_restored_and_unknown_ones_are_reported(
     assert names == [SECOND, "step_00000025"]
     assert [Path(o["checkpoint"].path).name for _, o in reports] == names
     assert all(o["checkpoint_upload_mode"].name == "NO_UPLOAD" for _, o in reports)
-    assert "Going on from" in capsys.readouterr().out
+    assert "Continuing from" in capsys.readouterr().out
     assert checkpointer.recorded == FIRST
     assert len(alone("step_00000025")[1]) == 2  # Ray knows all, and is told nothing
 

@@ -456,14 +456,14 @@ def test_an_address_with_brackets_and_what_is_none(monkeypatch):
         asked.append((*address, timeout))
         raise OSError("refused")
 
-    monkeypatch.setattr(trainkit.workers.socket, "create_connection", connect)
+    monkeypatch.setattr(trainkit.socket, "create_connection", connect)
     monkeypatch.setenv("RAY_ADDRESS", "ray://[::1]:6379")
     with pytest.raises(ConnectionError, match="no cluster answers there"):
-        trainkit.workers.check_address()
+        trainkit.check_address()
     assert asked == [("::1", 6379, 5)]
     for address in ("auto", "my-cluster", "local"):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        trainkit.workers.check_address()
+        trainkit.check_address()
     assert len(asked) == 1
 
 
