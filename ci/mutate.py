@@ -64,6 +64,13 @@ PAIRS = """Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul RSh
 OTHERS = """AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr
     ReplaceOrWithAnd ReplaceBreakWithContinue ReplaceContinueWithBreak ExceptionReplacer
     NumberReplacer RemoveDecorator ZeroIterationForLoop""".split()
+OWN = {  # test files of a module beside the one of its name
+    "README": ["loop", "training", "model", "prepare"],
+    "layers": ["layers", "loss", "model"],
+    "gradients": ["gradients", "training", "devices"],
+    "states": ["model", "huggingface"],
+    "checkpoints": ["lost_runs", "harder_machines"],
+}
 PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 OTHER_TESTS_S = 20.0  # of tests in other files than the module's own, for each break
 
@@ -337,15 +344,16 @@ def function_around(broken: Break) -> str | None:
 
 
 def tests_for(broken: Break, calls: dict) -> list[list[str]]:
-    """The tests of the module's own file, and others that call the broken function.
+    """The tests of the module's own files, and others that call the broken function.
 
     Each in the order in which to run them. A test of the own file counts even if only a
     process that it starts calls the function, which isn't recorded.
     """
-    function, own_file = function_around(broken), f"test_{Path(broken.path).stem}.py"
+    function, stem = function_around(broken), Path(broken.path).stem
+    own_files = tuple(f"tests/test_{name}.py" for name in OWN.get(stem, [stem]))
     own, others = [], []
     for test in sorted(calls, key=lambda test: calls[test][0]):
-        if test.startswith(f"tests/{own_file}"):
+        if test.startswith(own_files):
             own.append(test)
         elif function is None or function in calls[test][1]:
             others.append(test)
