@@ -417,17 +417,17 @@ def test_documents_go_where_their_split_says(write):
 
 
 def test_documents_without_a_split_are_spread(write):
-    """Half of them: the second, the fourth, and the sixth."""
+    """Half of them are for validation: the first, the third, and the fifth."""
     config, manifest = write([("", [n]) for n in range(1, 7)], val_fraction=0.5)
-    assert tokens_in(config) == [[1, 3, 5], [2, 4, 6]]
+    assert tokens_in(config) == [[2, 4, 6], [1, 3, 5]]
     assert manifest["tokens"] == {"train": 3, "val": 3}
 
 
-@pytest.mark.parametrize(
-    "split, words", [("train", "3 documents .*validate with"), ("val", "3 .*train on")]
-)
-def test_a_split_without_documents_is_refused(write, split, words):
-    with pytest.raises(ValueError, match=f"val_fraction: 0.25 of {words}"):
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_without_documents_is_refused(write, split):
+    with pytest.raises(
+        ValueError, match="val_fraction: 0.25 of 3 documents leaves none"
+    ):
         write([(split, [1])] * 3, val_fraction=0.25)
 
 
