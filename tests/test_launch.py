@@ -196,6 +196,16 @@ def test_a_device_without_memory_gets_advice_and_other_errors_pass(
     assert guarded.__name__ == "loop"
 
 
+def test_a_launch_with_other_tokens_is_refused(config, write_bins):
+    write_bins(config)
+    trainkit.launch.check(config)
+    (config.run_path / "step_00000002").mkdir()
+    trainkit.launch.check(config)
+    write_bins(config, seed=1)
+    with pytest.raises(ValueError, match="data_dir: .* holds other tokens than"):
+        trainkit.launch.check(config)
+
+
 def test_long_differences_are_cut_off(config, tutorial):
     """Twelve lines of what differs, and dots."""
     functions = tutorial.train_step, tutorial.loss_fn
