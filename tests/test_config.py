@@ -516,3 +516,9 @@ def test_published_weights_bring_their_shape(tmp_path, monkeypatch):
     assert config.init_from == "somebody/a-gpt2"
     with pytest.raises(ValueError, match="a-gpt2 has .*leave out what contradicts it"):
         trainkit.config.load_config(path, n_layer=4)
+
+
+def test_an_elastic_runs_split_is_that_of_the_most_workers(small):
+    found = trainkit.workers.describe_split(small(num_workers=(1, 2), batch_size=8))
+    assert (found["workers"], found["devices"], found["mesh"]) == (2, 2, "2 x 1 x 1")
+    assert (found["per device"], found["micro-batches"]) == (4, "1 x 4")
