@@ -54,7 +54,11 @@ CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
     ),
     (
         "Each step (step 5)",
-        [(5, 2, "windows"), (2, 3, "iter_batches"), (3, 4, "train_step")],
+        [
+            (5, 2, "windows"),
+            (2, 3, "iter_batches"),
+            (3, 4, "train_step, with one all-reduce"),
+        ],
     ),
     ("At checkpoints", [(4, 5, "checkpoint"), (3, 1, "ray.train.report")]),
     ("At the end", [(1, 0, "Result")]),
