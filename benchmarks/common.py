@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -160,3 +161,9 @@ def print_table(columns: list[str], rows: list[list], packages: list[str]) -> No
     print(f"\n{machine}, {versions}, {datetime.date.today()}:\n")
     for row in [columns, ["---"] * len(columns), *rows]:
         print(f"| {' | '.join(map(str, row))} |".replace(" --- ", "---"))
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory."""
+    unit = 1 if sys.platform == "darwin" else 1_024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

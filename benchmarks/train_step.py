@@ -14,7 +14,6 @@ peak, and on CPU to the speed of JAX's own product of two square matrices, measu
 
 import argparse
 import os
-import resource
 import time
 from collections.abc import Callable
 from statistics import median
@@ -27,6 +26,7 @@ from common import (
     load_notebook,
     load_tools,
     original_training,
+    peak_memory,
     print_table,
     random_windows,
 )
@@ -166,7 +166,7 @@ def pytorch_step(tutorial, config, compiled: bool) -> Callable:
 def device(platform: str, pytorch: bool) -> tuple[str, int]:
     """The device's name, and the most bytes in use so far; on CPU, the process's."""
     if platform == "cpu":
-        return "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024
+        return "CPU", peak_memory()
     if pytorch:
         import torch
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import resource
 import shutil
 import signal
 import subprocess
@@ -34,6 +33,7 @@ from common import (
     load_notebook,
     load_tools,
     parse_changes,
+    peak_memory,
     random_windows,
     start_ray,
 )
@@ -70,6 +70,7 @@ PAUSES = (22, 40, KILLED)  # a stretch without a save, and one with that of step
 def start(environment: dict[str, str]) -> None:
     """Set the environment before JAX asks for a device; it was imported without."""
     os.environ.update(environment)
+    workers.load_cuda_libraries()  # as a worker does
     for key, value in environment.items():
         if key.startswith("JAX_"):
             jax.config.update(key.lower(), yaml.safe_load(value))
@@ -155,7 +156,7 @@ def machine(options: dict, add: Callable) -> None:
     plan = {"platform": kind, "count": len(devices), "changes": changes}
     plan |= {"peak": peak, "peak_is": origin, "report": report}
     plan["variants"] = plan_variants(config, options)
-    plan["library_path"] = settings.pop("LD_LIBRARY_PATH", None)
+    settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
     plan["environment"] = settings | {"JAX_COMPILATION_CACHE_DIR": cache}
     add(plan=plan)
 
@@ -399,7 +400,7 @@ def memory(options: dict, add: Callable) -> None:
 def used(device: jax.Device) -> int:
     """The most bytes in use so far on a device; on CPU, the process's."""
     if device.platform == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024
+        return peak_memory()
     return device.memory_stats()["peak_bytes_in_use"]
 
 
@@ -526,8 +527,8 @@ def program(options: dict, add: Callable) -> None:
     try:
         loop = watched_loop(folder)
         began = time.perf_counter()
-        result = tutorial.make_trainer(config, loop).fit()
-        judge_program(options, config, folder, result, time.perf_counter() - began, add)
+        tutorial.make_trainer(config, loop).fit()
+        judge_program(options, config, folder, time.perf_counter() - began, add)
     finally:
         ray.shutdown()
         shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -615,7 +616,10 @@ def watched_loop(folder: Path) -> Callable:
             if jax.process_index() == 0:
                 keep()
             if jax.process_index() == jax.process_count() - 1:
-                while not (folder / "from-0.json").exists():
+                saved = config.run_path / "step_00000040"  # in the background
+                end = time.monotonic() + 60
+                paths = folder / "from-0.json", saved
+                while not all(p.exists() for p in paths) and time.monotonic() < end:
                     time.sleep(0.05)
                 os.kill(os.getpid(), signal.SIGKILL)
         state, metrics = bare_step(state, windows, config)
@@ -636,7 +640,7 @@ def watched_loop(folder: Path) -> Callable:
     return loop
 
 
-def judge_program(options, config, folder: Path, result, seconds: float, add) -> None:
+def judge_program(options, config, folder: Path, seconds: float, add) -> None:
     """Record what a run has left behind."""
     known = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*"))]
     n, kind = config.num_workers, options["platform"]

@@ -457,10 +457,14 @@ def on_record() -> set[str]:
 
 
 def read_json(path: epath.Path) -> dict:
-    """What a file says; empty if there is none, or none that can be read."""
+    """What a file says; empty if there is none, or none that is JSON.
+
+    Raises:
+        OSError: it is there, and can't be read now.
+    """
     try:
         found = json.loads(retry(path.read_text, unless=(FileNotFoundError,)))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -221,7 +221,7 @@ def hold_lease(config: TrainingConfig) -> Iterator[None]:
         RuntimeError: another launch has taken the lease, or this node has another folder.
     """
     lease = read_lease(config)
-    if not lease.items() >= this_launch().items():
+    if not lease or not is_ours(lease):
         whose = "no lease"
         if lease:
             who = f"process {lease['process']} on {lease['host']}"
@@ -240,6 +240,9 @@ def hold_lease(config: TrainingConfig) -> Iterator[None]:
     def renew() -> None:
         while True:
             with contextlib.suppress(Exception):  # a store may fail for a while
+                if not is_ours(read_lease(config)):
+                    print(f"Another launch has taken {config.run_path}: this one ends.")
+                    os._exit(1)  # and when Ray starts it again, it is refused
                 write_lease(config, lease, RENEWED)
             if over.wait(PAUSE):
                 return
@@ -252,7 +255,8 @@ def hold_lease(config: TrainingConfig) -> Iterator[None]:
         over.set()
         thread.join()
     with contextlib.suppress(Exception):
-        write_lease(config, lease, 0)
+        if is_ours(read_lease(config)):
+            write_lease(config, lease, 0)
 
 
 def lease_path(config: TrainingConfig) -> epath.Path:
@@ -264,6 +268,11 @@ def this_launch() -> dict:
     """This driver, or the one that this worker belongs to."""
     context = ray.get_runtime_context()
     return {"session": context.get_session_name(), "job": context.get_job_id()}
+
+
+def is_ours(lease: dict) -> bool:
+    """Whether a lease is this launch's, or none is there."""
+    return not lease or lease.items() >= this_launch().items()
 
 
 def read_lease(config: TrainingConfig) -> dict:

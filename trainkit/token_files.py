@@ -185,9 +185,12 @@ def write(config, tokenized: ray.data.Dataset, source: dict) -> dict:
                 "some, or set data_dir to another disk",
             ) from error
         if not all(counts.values()):
+            lacking = "train on; set it lower"
+            if counts["train"]:
+                lacking = "validate with; set it higher"
             raise ValueError(
                 f"val_fraction: {config.val_fraction} of {bar.n} documents leaves none to "
-                "train on; set it lower, or bring more documents"
+                f"{lacking}, or bring more documents"
             )
         return write_manifest(folder, source, bar.n, counts)
 
@@ -214,7 +217,7 @@ def is_val(place: int, fraction: float) -> bool:
 
     These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
     """
-    before, after = (round(n * fraction, 6) for n in (place, place + 1))  # 0.2 x 35 > 7
+    before, after = (round(n * fraction, 9) for n in (place, place + 1))  # 0.2 x 35 > 7
     return math.ceil(after) > math.ceil(before)
 
 
