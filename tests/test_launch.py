@@ -94,6 +94,20 @@ def test_first_worker_renews_and_ends_it(config, worker):
     assert trainkit.launch.read_lease(config)["until"] <= time.time()
 
 
+def test_a_worker_whose_lease_was_taken_ends(config, worker, monkeypatch):
+    """After a minute without storage, another launch may have the run."""
+    codes = []
+    monkeypatch.setattr(trainkit.launch.os, "_exit", codes.append)
+    trainkit.launch.take_lease(config, 60)
+    with trainkit.launch.hold_lease(config):
+        monkeypatch.setattr(trainkit.launch, "RENEWED", 1)  # should it write once more
+        theirs = ELSEWHERE | {"job": "another"}
+        while not codes:
+            trainkit.launch.write_lease(config, theirs, 60)
+            time.sleep(0.02)
+    assert codes[0] == 1
+
+
 def test_lease_of_a_loop_that_fails_stays(config, worker):
     """Ray starts it again."""
     trainkit.launch.take_lease(config, 60)
