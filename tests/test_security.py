@@ -73,11 +73,10 @@ def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path, empty
 @pytest.mark.slow
 def test_dashboard_listens_on_the_loopback_address_only():
     """Started as the notebook starts it, in a process of its own."""
-    (cell,) = [c.source for c in code_cells() if "\nray.init(" in c.source]
+    (cell,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
     script = f"""
-import os, psutil, ray
-from trainkit import workers
-{cell.split(chr(10) + ")")[0]})
+import psutil, ray
+{cell}
 port = int(ray._private.worker.global_worker.node.webui_url.rsplit(":", 1)[1])
 found = [c.laddr.ip for c in psutil.net_connections("tcp")
          if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
