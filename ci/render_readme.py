@@ -131,9 +131,9 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             new = nbformat.v4.new_markdown_cell("\n\n".join(below))
             new.id = f"{cell.id}-shown"
             cells.append(new)
-    first = next(i for i, cell in enumerate(cells) if cell.id.endswith("-shown"))
-    when = f"*What cells show on this page is from two CPU cores, on {last['date']}.*"
-    cells[first].source += f"\n\n{when}"
+    when = f"*Outputs on this page are from two CPU cores, on {last['date']}.*"
+    for first in [cell for cell in cells if cell.id.endswith("-shown")][:1]:
+        first.source += f"\n\n{when}"
     return nbformat.from_dict(notebook | {"cells": cells})
 
 

@@ -23,7 +23,11 @@ import trainkit.huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
-OWN = {"configs/books.yaml", "configs/mesh.yaml"}  # files that a reader makes
+OWN = {
+    "configs/books.yaml",
+    "configs/mesh.yaml",
+    "configs/mine.yaml",
+}  # files that a reader makes
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
 
@@ -211,6 +215,7 @@ def test_files_that_the_pages_name_exist(page):
 
 def test_check_notices_a_stale_readme(tmp_path):
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.ipynb", tmp_path)
     stale = (ROOT / "README.md").read_text().replace("JaxTrainer", "TorchTrainer", 1)
     (tmp_path / "README.md").write_text(stale)
@@ -225,6 +230,7 @@ def test_check_notices_a_stale_readme(tmp_path):
 
 def test_rendering_finds_the_environment_or_says_how_to_make_it(tmp_path):
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.ipynb", tmp_path)
     command = [sys.executable, "-I", "-S", str(tmp_path / "ci/render_readme.py")]
     bare = subprocess.run(command, capture_output=True, text=True)

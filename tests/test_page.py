@@ -411,6 +411,7 @@ def test_build_refuses_faults(tmp_path):
     }
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/guide.md").write_text("# Another page\n")
+    shutil.copy(render_readme.OUTPUTS, tmp_path / "docs")
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     text = "\n\n".join(["# A page", *faults.values()])
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
