@@ -64,7 +64,7 @@ def test_every_part_that_needs_no_ray(tmp_path):
     assert f"{step['tokens/s']['value']:,.0f}" in row
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_variants_of_the_real_step(tmp_path):
     code, report, _ = run_verify(tmp_path, "--minutes=0.8", "--only=variants", *TINY)
     assert not failed(report) and code == 0
