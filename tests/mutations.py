@@ -218,8 +218,8 @@ MUTATIONS = [
     Mutation(
         "test_launch.py::test_worker_that_sees_another_folder_is_refused",
         "trainkit/launch.py",
-        "    if not lease.items() >= this_launch().items():",
-        "    if lease and not lease.items() >= this_launch().items():",
+        "    if not lease or not is_ours(lease):",
+        "    if not is_ours(lease):",
     ),
     Mutation(
         "test_fingerprints.py::test_an_edit_of_the_package_is_said",

@@ -24,6 +24,7 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -474,7 +475,7 @@ def write_whole(path: epath.Path, text: str) -> None:
     if "://" in str(path):  # an object store does so by itself
         path.write_text(text)
         return
-    new = path.with_suffix(".new")
+    new = path.with_suffix(f".{uuid.uuid4().hex[:8]}")  # another process may write, too
     new.write_text(text)
     new.replace(path)
 
