@@ -99,16 +99,21 @@ def unevictable(process: psutil.Process, kinds=("Pss_Anon:", "Pss_Shmem:")) -> i
     return 1_024 * sum(sizes[kind] for kind in kinds)
 
 
+def encode_row(row: dict) -> dict:
+    tokenizer = tiktoken.get_encoding("gpt2")
+    ids = [*tokenizer.encode_ordinary(row["text"]), tokenizer.eot_token]
+    return {"ids": ids, "len": len(ids)}
+
+
 def nanogpt(documents: datasets.Dataset, path: Path) -> int:
     """Write the tokens of `documents` as nanoGPT does; return how many."""
-    tokenizer = tiktoken.get_encoding("gpt2")
-
-    def tokenize(row):
-        ids = [*tokenizer.encode_ordinary(row["text"]), tokenizer.eot_token]
-        return {"ids": ids, "len": len(ids)}
+    import prepare  # a function of __main__ would go to the processes with all of JAX
 
     rows = documents.map(
-        tokenize, remove_columns=["text"], num_proc=CORES, load_from_cache_file=False
+        prepare.encode_row,
+        remove_columns=["text"],
+        num_proc=CORES,
+        load_from_cache_file=False,
     )
     total, start, pieces = int(np.sum(rows["len"], dtype=np.uint64)), 0, 1_024
     tokens = np.memmap(path, dtype=np.uint16, mode="w+", shape=(total,))

@@ -1,13 +1,16 @@
 """Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
 
 import dataclasses
+import http.server
 import json
 import math
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -258,6 +261,37 @@ def test_unusable_files_are_named(cluster, small, tmp_path, name, contents, word
     message = str(error.value)
     assert message.startswith(f"dataset: {tmp_path}/{name} can't be read after ")
     assert re.search(words, message), message
+
+
+class BreaksOff(http.server.BaseHTTPRequestHandler):
+    """Promises a long file, sends two documents and a half, and hangs up."""
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(b'{"text": "a"}\n{"text": "b"}\n{"te')
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_store_that_breaks_off_is_not_the_files_fault():
+    """A connection that ends is said as one: nobody is told to mend the file."""
+    with http.server.HTTPServer(("127.0.0.1", 0), BreaksOff) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+        with (
+            fsspec.open(url) as file,
+            pytest.raises(ConnectionError, match="a.jsonl can't be read further") as e,
+        ):
+            list(trainkit.corpus.texts_in(file, "a.jsonl", "text"))
+        server.shutdown()
+    assert "Check the disk or the store" in str(e.value)
+    assert "Mend" not in str(e.value)
 
 
 @pytest.mark.parametrize("column", ["body", "title"])

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,10 +28,12 @@ from ray.core.generated import autoscaler_pb2
 
 import trainkit.checkpoints
 import trainkit.config
+import trainkit.devices
 import trainkit.token_files
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -112,6 +115,59 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
         stop_ray()
         cluster.shutdown()
     assert [note.name for note in notes.iterdir()] == [data_node["NodeID"]]
+
+
+@pytest.mark.extra
+def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
+    """GPT-2 XL's configuration but for its sizes: eight GPUs of a node share parameters."""
+
+    def simulated(config):
+        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
+        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+
+    def loop(settings):
+        make_mesh = trainkit.devices.make_mesh
+
+        def note(config):
+            mesh = make_mesh(config)
+            rows = [[d.process_index for d in row] for row in mesh.devices[:, :, 0]]
+            notes.write_text(f"{dict(mesh.shape)} {rows}")
+            return mesh
+
+        trainkit.devices.make_mesh = note  # in the worker
+        train_loop(settings)
+
+    environment, notes = trainkit.workers.environment, tmp_path / "mesh.txt"
+    train_loop = tutorial.train_loop_per_worker
+    monkeypatch.setattr(trainkit.workers, "environment", simulated)
+    config = trainkit.config.load_config(
+        ROOT / "configs/gpt2-xl-gpu.yaml",
+        **{"num_workers": None, "devices_per_worker": 8, "attention": "xla"},
+        **{"n_layer": 2, "n_head": 5, "n_embd": 80, "block_size": 16},
+        **{"vocab_size": 521, "batch_size": 64, "device_batch_size": 1},
+        **{"max_steps": 4, "eval_interval": 2, "log_interval": 1, "eval_steps": 1},
+        **{"data_dir": str(tmp_path / "data"), "storage_path": str(tmp_path / "runs")},
+    )
+    write_bins(config, val_tokens=2_001)
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        start_ray(cluster.address)
+        for _ in range(4):
+            cluster.add_node(num_cpus=1, num_gpus=8)
+        cluster.wait_for_nodes()
+        config = trainkit.workers.with_num_workers(config)
+        assert config.num_workers == 4 and config.micro_batches == 2
+        assert tutorial.make_trainer(config, loop).fit().error is None
+    finally:
+        stop_ray()
+        cluster.shutdown()
+    rows = [[process] * 8 for process in range(4)]
+    assert notes.read_text() == f"{{'data': 4, 'fsdp': 8, 'tensor': 1}} {rows}"
+    alone = {"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "fsdp": 1}
+    losses = losses_of_one_process(tutorial, dataclasses.replace(config, **alone))
+    found = [line["loss"] for line in log_of(config)]
+    np.testing.assert_allclose(found, losses, atol=2e-3)
 
 
 def give_notice(node, seconds: float) -> None:

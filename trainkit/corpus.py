@@ -92,6 +92,7 @@ def texts_in(file, path: str, column: str) -> Iterator[str]:
 
     Raises:
         ValueError: with the place, what was found there, and what was expected.
+        ConnectionError: the disk or the store gave no more of it.
     """
     suffix, count = suffix_of(path), 0
     try:
@@ -105,7 +106,17 @@ def texts_in(file, path: str, column: str) -> Iterator[str]:
             count += 1
         if not count and "json" in suffix:
             raise ValueError("it is empty")
-    except (OSError, TypeError, ValueError, pa.ArrowException) as error:
+    except Exception as error:  # a store's may be of any kind
+        of_arrow = type(error) is OSError and error.errno is None  # as of a damaged .gz
+        of_contents = (
+            of_arrow,
+            isinstance(error, TypeError | ValueError | pa.ArrowException),
+        )
+        if not any(of_contents):
+            raise ConnectionError(
+                f"dataset: {path} can't be read further after {count} documents: "
+                f"{error!r:.300}. Check the disk or the store that has it, and try again"
+            ) from error
         where = f"in the column {column!r}, which text_column names"
         raise ValueError(
             f"dataset: {path} can't be read after {count} documents: {error}. Expected "
