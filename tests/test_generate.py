@@ -160,6 +160,12 @@ def test_no_temperature_takes_the_likeliest():
         np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
 
 
+def test_no_temperature_takes_the_first_of_equals():
+    logits = jnp.array([[1.0, 3.0, 3.0, 3.0]] * 100)
+    found = trainkit.generate.sample_token(logits, 0.0, jax.random.key(0), 4)
+    assert found.tolist() == [1] * 100
+
+
 def test_text_ends_before_the_end_of_text(monkeypatch):
     """The token itself is no part of the text, and the prompt's own tokens are."""
 

@@ -72,6 +72,41 @@ def test_a_scan_computes_what_the_blocks_compute_one_by_one(tutorial, small):
     assert not np.allclose(trainkit.layers.run_blocks(blocks[:2], x, None), scanned)
 
 
+def test_with_scan_there_is_one_loop_and_none_with_caches(tutorial, small):
+    """A block that is scanned can't fill a cache, so to generate there is no loop."""
+    config = small(n_layer=3)
+    blocks = tutorial.create_model(config).h
+    x = jax.random.normal(jax.random.key(0), (2, 1, config.n_embd))
+    room = jnp.zeros((2, 4, config.n_head, config.n_embd // config.n_head))
+
+    def loops(x, scan, cached):
+        caches = [{"key": room, "value": room, "position": 0} for _ in blocks]
+        options = {"caches": caches if cached else None, "scan": scan}
+        return trainkit.layers.run_blocks(blocks, x, None, **options)
+
+    for scan, cached, expected in ((1, 0, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0)):
+        jaxpr = jax.make_jaxpr(loops, static_argnums=(1, 2))(
+            x, bool(scan), bool(cached)
+        )
+        names = [equation.primitive.name for equation in jaxpr.eqns]
+        assert names.count("scan") == expected, (scan, cached)
+
+
+def test_heads_are_three_products_and_their_biases():
+    rng = np.random.default_rng(0)
+    linear = nnx.LinearGeneral(6, (3, 6), rngs=nnx.Rngs(0))
+    kernel, bias = rng.normal(size=(6, 3, 6)), rng.normal(size=(3, 6))
+    linear.kernel[...], linear.bias[...] = kernel, bias
+    x = rng.normal(size=(2, 5, 6))
+    found = trainkit.layers.project_to_heads(linear, jnp.asarray(x), n_head=2)
+    expected = np.tensordot(x, kernel, 1) + bias  # [B, T, 3, D]
+    for i, part in enumerate(found):
+        np.testing.assert_allclose(
+            part, expected[:, :, i].reshape(2, 5, 2, 3), rtol=1e-5
+        )
+    assert len(found) == 3
+
+
 def test_attention_is_pytorchs():
     """Of several heads, windows, and lengths."""
     q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 7, 3, 5))  # B, T, H, D/H
