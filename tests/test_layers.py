@@ -92,6 +92,20 @@ def test_with_scan_there_is_one_loop_and_none_with_caches(tutorial, small):
         assert names.count("scan") == expected, (scan, cached)
 
 
+def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
+    """For the backward pass, which computes the rest again."""
+    x = jax.random.normal(jax.random.key(0), (2, 16, 32))
+
+    def kept(n_layer):
+        blocks = tutorial.create_model(small(n_layer=n_layer)).h
+        _, pull = jax.vjp(lambda x: trainkit.layers.scan_blocks(blocks, x, None), x)
+        return sum(np.size(array) for array in jax.tree.leaves(pull))
+
+    block = jax.tree.leaves(nnx.state(tutorial.create_model(small()).h[0]))
+    expected = x.size + sum(parameter.size for parameter in block)
+    assert (kept(5) - kept(2)) / 3 == pytest.approx(expected, rel=0.02)
+
+
 def test_heads_are_three_products_and_their_biases():
     rng = np.random.default_rng(0)
     linear = nnx.LinearGeneral(6, (3, 6), rngs=nnx.Rngs(0))
