@@ -148,8 +148,8 @@ def machine(options: dict, add: Callable) -> None:
     speed = 2 * size / train_step.seconds_of(jax.jit(lambda x: x + 1), array)
     measured(add, "a copy, read and written", f"{speed / 1e9:,.0f} GB/s", speed)
 
-    settings, cache = workers.environment(config), f"{options['folder']}/jax-cache"
-    shutil.rmtree(cache, ignore_errors=True)
+    settings = workers.environment(config)
+    shutil.rmtree(f"{options['folder']}/jax-cache", ignore_errors=True)
     changed = f", with {' '.join(options['changes'])}" if options["changes"] else ""
     report = {"device": here, "versions": versions}
     report["configuration"] = CONFIGS[kind] + changed
@@ -157,7 +157,8 @@ def machine(options: dict, add: Callable) -> None:
     plan |= {"peak": peak, "peak_is": origin, "report": report}
     plan["variants"] = plan_variants(config, options)
     settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
-    plan["environment"] = settings | {"JAX_COMPILATION_CACHE_DIR": cache}
+    settings.pop("JAX_COMPILATION_CACHE_DIR")  # verify's own; records name no folders
+    plan["environment"] = settings
     add(plan=plan)
 
 

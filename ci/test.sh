@@ -12,6 +12,15 @@ codespell
 python ci/reading_time.py
 SECONDS=0
 status=0
-python -X faulthandler -m pytest "$@" || status=$? # all of tests/, unless files are named
+run() { python -X faulthandler -m pytest "$@" || status=$?; }
+at_once=(-n 2 --dist worksteal) # the fast ones need no cluster, so two may run at once
+if [ $# = 0 ]; then
+  run -m fast "${at_once[@]}"
+  run -m "not fast and not extra"
+elif [[ "$*" == *"-m fast"* ]]; then
+  run "$@" "${at_once[@]}"
+else
+  run "$@"
+fi
 echo "The tests took $((SECONDS / 60)) min $((SECONDS % 60)) s, installation not counted."
 exit "$status"

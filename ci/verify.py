@@ -304,7 +304,8 @@ def main() -> int:
                     break  # without a device there is nothing to check
                 plan = records[-1]["plan"]
                 report |= plan.pop("report")
-                options |= plan
+                cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "jax-cache")}
+                options |= plan | {"environment": plan["environment"] | cache}
             write(part, records)
     except KeyboardInterrupt:
         report["ended"] = f"interrupted in the part {part!r}"

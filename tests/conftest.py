@@ -2,8 +2,10 @@
 
 import gc
 import os
+import sys
 import threading
 from functools import cache, partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,8 +15,14 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
+WITHOUT_TORCH = str(Path(__file__).parent / "without_torch")
+if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest-xdist
+    import sitecustomize
+
+    sys.meta_path[sys.meta_path.index(sitecustomize.Finder)] = PathFinder
+    del os.environ["PYTHONPATH"]
 WITH_PYTORCH = dict(os.environ)
-os.environ["PYTHONPATH"] = str(Path(__file__).parent / "without_torch")
+os.environ["PYTHONPATH"] = WITHOUT_TORCH
 CACHE = Path(__file__).resolve().parent.parent / "build" / "jax-cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # for all runs
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -159,6 +159,21 @@ def test_batches_begin_at_the_step_of_the_checkpoint(small):
     assert found[0].sharding == trainkit.devices.batch_sharding(mesh)
 
 
+def test_one_batch_is_fetched_ahead(small):
+    """No step waits for its batch, and no more than two are on a device."""
+
+    def fetched(batches):
+        for batch in batches:
+            order.append("fetched")
+            yield batch
+
+    config, order = small(), []
+    mesh, batches = trainkit.devices.make_mesh(config), batches_for(config, range(16))
+    for _ in trainkit.devices.global_batches(fetched(batches), config, mesh):
+        order.append("used")
+    assert order == ["fetched", *["fetched", "used"] * 3, "used"]
+
+
 @pytest.mark.parametrize(
     "numbers, step",
     [

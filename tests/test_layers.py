@@ -3,12 +3,14 @@
 import math
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
 
 import trainkit.config
 import trainkit.devices
@@ -119,6 +121,47 @@ def test_heads_are_three_products_and_their_biases():
             part, expected[:, :, i].reshape(2, 5, 2, 3), rtol=1e-5
         )
     assert len(found) == 3
+
+
+def find(jaxpr, name: str) -> list[dict]:
+    """The parameters of the equations of that name, however deep they are."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [equation.params] if equation.primitive.name == name else []
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += find(inner, name)
+    return found
+
+
+def test_a_kernel_gets_its_devices_windows_and_heads():
+    """XLA can't divide a kernel's work; the plain attention it can."""
+    config = trainkit.config.TrainingConfig(platform="cpu")
+    mesh = trainkit.devices.make_mesh(config)
+    q = jnp.zeros((1, trainkit.config.SPLASH_BLOCK, 2, 64))
+    windows = PartitionSpec(("data", "fsdp"))
+
+    def specs(kind, own_windows):
+        def attend(q):
+            return trainkit.layers.attend(kind, q, q, q)
+
+        if own_windows:  # as in gradients.mean_over_devices
+            attend = jax.shard_map(
+                attend,
+                in_specs=windows,
+                out_specs=windows,
+                axis_names={"data", "fsdp"},
+                check_vma=False,
+            )
+        with jax.set_mesh(mesh):
+            maps = find(jax.make_jaxpr(attend)(q).jaxpr, "shard_map")
+        return [(set(each["newly_manual_axes"]), each["in_specs"][-1]) for each in maps]
+
+    outer = ({"data", "fsdp"}, windows)
+    heads = PartitionSpec(None, None, "tensor")
+    divided = ({"data", "fsdp", "tensor"}, PartitionSpec(*windows, None, "tensor"))
+    assert specs("xla", False) == [] and specs("xla", True) == [outer]
+    assert specs("splash", False) == [divided]
+    assert specs("splash", True) == [outer, ({"tensor"}, heads)]
 
 
 def test_attention_is_pytorchs():

@@ -60,6 +60,7 @@ def test_every_part_that_needs_no_ray(tmp_path):
     shares = [r["value"] for r in report["parts"]["profile"] if "value" in r]
     assert len(shares) == 10 and shares == sorted(shares, reverse=True)
     assert 0.3 < sum(shares) <= 1
+    assert (tmp_path / "jax-cache").is_dir() and not (ROOT / "INTO").exists()
     (row,) = verify_table.rows([tmp_path / "report.json"])
     assert f"{step['tokens/s']['value']:,.0f}" in row
 
@@ -173,9 +174,14 @@ def test_variants_take_the_time_that_is_left(tmp_path, monkeypatch):
     assert by_name(verify.run_variants(options, 0, written.append)).keys() == {*names}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_its_report(tmp_path):
     command = [sys.executable, str(ROOT / "ci/verify.py"), "--into", str(tmp_path)]
-    process = subprocess.Popen([*command, *TINY], start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *TINY],
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in front
+    )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "machine.log").exists() and time.monotonic() < deadline:
@@ -216,6 +222,7 @@ def test_a_row_of_what_was_not_measured():
     assert verify_table.row(make_report("pass")) == expected
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_makes_the_exit_code_1(tmp_path):
     """Such as when JAX finds no device."""
     environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
@@ -280,6 +287,7 @@ def test_kernels_are_read_from_the_lines_of_each_platform(monkeypatch):
     assert verify_parts.kernels(iter([cpu])) == {"dot.1": 3}
 
 
+@pytest.mark.slow
 def test_without_ray_the_train_step_is_there():
     code = """
 import sys
