@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.extend.core
 import numpy as np
 import tokenizers
 
@@ -12,6 +13,16 @@ END = "<|endoftext|>"
 
 def random_tokens(config, shape, seed=0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape)
+
+
+def equations(jaxpr, name: str) -> list[dict]:
+    """The parameters of the equations of that name, however deep they are."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [equation.params] if equation.primitive.name == name else []
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            found += equations(inner, name)
+    return found
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The code of a run: what counts as a change, and what becomes of one."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -204,6 +205,13 @@ def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
     text.write_text("to be or not to do")
     with pytest.raises(FileExistsError, match="of another source: digest was"):
         trainkit.token_files.existing(config, describe())
+
+
+def test_the_digest_of_a_file_is_that_of_earlier_runs(tmp_path):
+    """Manifests keep it: BLAKE2b, 8 bytes, of the size in decimal and the contents."""
+    (tmp_path / "a").write_bytes(b"abc")
+    expected = hashlib.blake2b(b"3abc", digest_size=8).hexdigest()
+    assert trainkit.fingerprints.of_file(tmp_path / "a") == expected
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])

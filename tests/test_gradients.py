@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from samples import equations
 
 import trainkit.gradients
 import trainkit.layers
@@ -197,3 +198,36 @@ def test_fsdp_sums_no_matrix_whole(runs):
 
     assert largest("reduce-scatter") > 4 * 1000 * 8  # the token embedding's part
     assert largest("all-reduce") < 4 * 64 * 64  # biases' and norms' gradients
+
+
+def test_kernels_alone_are_cast(tutorial, small):
+    params = tutorial.create_state(small()).params
+    cast = nnx.to_flat_state(trainkit.gradients.cast_kernels(params, "bfloat16"))
+    dtypes = {(path[-1], str(param[...].dtype)) for path, param in cast}
+    others = {(name, "float32") for name in ("bias", "scale", "embedding")}
+    assert dtypes == {("kernel", "bfloat16"), *others}
+    assert len(cast) == len(nnx.to_flat_state(params))
+
+
+@pytest.mark.parametrize("dropout, maps", [(0.0, 1), (0.1, 0)])
+def test_with_dropout_each_window_of_every_device_has_its_own_draw(
+    tutorial, small, dropout, maps
+):
+    """Devices that drew apart, with one key, would all draw the same."""
+    config = small(dropout=dropout, num_workers=4)
+    state = jax.eval_shape(lambda: tutorial.create_state(config))
+    windows = jax.ShapeDtypeStruct((4, config.block_size + 1), np.uint16)
+
+    def step(state, windows):
+        return trainkit.gradients.mean(
+            lambda params, windows, key: (jnp.zeros(()), params),
+            state,
+            windows,
+            config,
+            tutorial.SHARDING_RULES,
+        )
+
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(step)(state, windows)
+    assert len(equations(jaxpr.jaxpr, "shard_map")) == maps

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
+from samples import equations
 
 import trainkit.config
 import trainkit.devices
@@ -123,16 +123,6 @@ def test_heads_are_three_products_and_their_biases():
     assert len(found) == 3
 
 
-def find(jaxpr, name: str) -> list[dict]:
-    """The parameters of the equations of that name, however deep they are."""
-    found = []
-    for equation in jaxpr.eqns:
-        found += [equation.params] if equation.primitive.name == name else []
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            found += find(inner, name)
-    return found
-
-
 def test_a_kernel_gets_its_devices_windows_and_heads():
     """XLA can't divide a kernel's work; the plain attention it can."""
     config = trainkit.config.TrainingConfig(platform="cpu")
@@ -153,7 +143,7 @@ def test_a_kernel_gets_its_devices_windows_and_heads():
                 check_vma=False,
             )
         with jax.set_mesh(mesh):
-            maps = find(jax.make_jaxpr(attend)(q).jaxpr, "shard_map")
+            maps = equations(jax.make_jaxpr(attend)(q).jaxpr, "shard_map")
         return [(set(each["newly_manual_axes"]), each["in_specs"][-1]) for each in maps]
 
     outer = ({"data", "fsdp"}, windows)
