@@ -158,6 +158,13 @@ def texts(config) -> list[str]:
     return [row["text"] for row in rows_of(config)]
 
 
+def read_here(path: Path, column: str = "text") -> list[str]:
+    """The documents of a file, read in this process as a task of Ray Data reads them."""
+    is_parquet = path.suffix == ".parquet"
+    with pa.OSFile(str(path)) if is_parquet else pa.input_stream(path) as file:
+        return list(trainkit.corpus.texts_in(file, str(path), column))
+
+
 @pytest.mark.parametrize(
     "pattern, expected",
     [
@@ -253,14 +260,23 @@ LIST = "a list of JSON objects, or one in each line"
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz can't be read after 0"),
     ],
 )
-def test_unusable_files_are_named(cluster, small, tmp_path, name, contents, words):
+def test_unusable_files_are_named(tmp_path, name, contents, words):
     data = contents if isinstance(contents, bytes) else contents.encode()
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError) as error:
-        texts(small(dataset=f"{tmp_path}/{name}"))
+        read_here(tmp_path / name)
     message = str(error.value)
     assert message.startswith(f"dataset: {tmp_path}/{name} can't be read after ")
     assert re.search(words, message), message
+
+
+def test_what_a_task_finds_wrong_is_said_here(cluster, small, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"te')
+    words = (
+        f"^dataset: {tmp_path}/a.jsonl can't be read after 1 documents: Unterminated"
+    )
+    with pytest.raises(ValueError, match=words):
+        texts(small(dataset=f"{tmp_path}/a.jsonl"))
 
 
 class BreaksOff(http.server.BaseHTTPRequestHandler):
@@ -294,22 +310,26 @@ def test_a_store_that_breaks_off_is_not_the_files_fault():
     assert "Mend" not in str(e.value)
 
 
-@pytest.mark.parametrize("column", ["body", "title"])
-def test_parquet_with_other_columns(cluster, small, tmp_path, column):
+def test_parquet_with_other_columns(tmp_path):
+    """Only the column is read: the others may be large."""
     table = pa.table({"body": ["some", "more"], "title": ["one", None]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    for name in ("text", column):
-        config = small(dataset=f"{tmp_path}/*.parquet", text_column=name)
-        if name == "body":
-            assert texts(config) == ["some", "more"]
-            continue
-        with pytest.raises(
-            ValueError, match="found None in one of the columns"
-        ) as error:
-            texts(config)
-        assert ("['body', 'title']" if name == "text" else "1 documents") in str(
-            error.value
-        )
+    assert read_here(tmp_path / "a.parquet", "body") == ["some", "more"]
+    for column, words in {
+        "text": r"after 0 documents: found None in one of the columns \['body', 'title'\]",
+        "title": r"after 1 documents: found None in one of the columns \['title'\]",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            read_here(tmp_path / "a.parquet", column)
+
+
+def test_the_column_is_part_of_what_tokens_are_made_from(small, tmp_path):
+    """But the usual one isn't said, as in manifests of before there was a choice."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "body": "b"}\n')
+    for column, said in ({"text": False, "body": True}).items():
+        config = small(dataset=f"{tmp_path}/a.jsonl", text_column=column)
+        source = trainkit.corpus.describe(config, trainkit.corpus.split)
+        assert ("text_column" in source) == said
 
 
 @pytest.mark.parametrize(

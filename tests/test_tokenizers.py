@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import tiktoken
@@ -166,3 +167,50 @@ def test_a_vocabulary_that_is_too_small_is_refused(mine, tmp_path):
         load_config(tmp_path / "mine.yaml", vocab_size=299)
     assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"
     assert TrainingConfig(vocab_size=2**16 + 1).token_dtype == "uint32"
+
+
+def test_what_a_text_says_is_text(tmp_path):
+    """Only a document's end has the token; a tokenizer's own frame of a text is left out."""
+    theirs = byte_pairs(tmp_path / "tokenizer.json", TEXTS)
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, 0)]
+    )
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        found = trainkit.tokenizers.load(str(name))
+        ids = found.encode_ordinary(TEXTS[1])
+        assert found.eot_token == 0 and 0 not in ids
+        assert found.decode(ids) == TEXTS[1]
+        assert found.decode([*ids, 0]) == TEXTS[1] + END
+
+
+def test_a_vocabulary_that_cannot_be_fetched_names_the_way_out(monkeypatch, tmp_path):
+    def get(name):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get)
+    with pytest.raises(
+        ConnectionError, match="vocabulary of p50k_edit .*no route to host"
+    ):
+        trainkit.tokenizers.load("p50k_edit")
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch, has_it):
+    """As `snapshot_download` brings it, which can't be run here."""
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    if has_it:
+        byte_pairs(tmp_path / "tokenizer.json", TEXTS)
+        found = trainkit.tokenizers.find_file("someone/tokenizer")
+        assert found == tmp_path / "tokenizer.json"
+    else:
+        with pytest.raises(FileNotFoundError, match="someone/tokenizer on the hub has"):
+            trainkit.tokenizers.find_file("someone/tokenizer")
+    patterns = ["tokenizer.json", "tokenizer_config.json"]
+    assert asked == [("someone/tokenizer", patterns)]
