@@ -330,16 +330,25 @@ def test_the_first_bad_number_ends_a_run(small):
     assert "Last good checkpoint: step_00000004." in note.read_text()
 
 
+def test_peaks_are_whole_tera_flops():
+    """As data sheets say them: dense, in bfloat16."""
+    peaks = {k: v / 1e12 for k, v in trainkit.run_log.PEAK_FLOPS.items()}
+    assert all(peak == round(peak) for peak in peaks.values()), peaks
+    assert (peaks["NVIDIA H100"], peaks["TPU v6 lite"]) == (989, 918)
+
+
 def test_first_line_says_how_a_batch_is_divided(small, monkeypatch):
-    """GPT-2 on two of eight devices' windows: the numbers are worked out by hand."""
-    config = TrainingConfig(num_workers=8, batch_size=480, device_batch_size=32)
+    """Small windows on eight devices: the numbers are worked out by hand."""
+    config = TrainingConfig(
+        num_workers=8, batch_size=480, device_batch_size=32, block_size=16
+    )
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     state = {"a": jax.numpy.zeros((3, 512)), "b": jax.numpy.zeros(256, np.uint8)}
     found = trainkit.run_log.describe_start(config, state)
-    # 3 x 512 x 4 + 256 = 6,400 bytes; 60 x 1,025 x 2 = 123,000 bytes
+    # 3 x 512 x 4 + 256 = 6,400 bytes; 60 x 17 x 2 = 2,040 bytes
     assert found == (
-        "491,520 tokens a step | on each of 8 devices: 60 windows as 2 x 30, "
-        "state 6.25 KiB, batch 120 KiB"
+        "7,680 tokens a step | on each of 8 devices: 60 windows as 2 x 30, "
+        "state 6.25 KiB, batch 1.99 KiB"
     )
 
 

@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
+import tiktoken
 import torch
 from flax import nnx
 from samples import run, windows_for
@@ -12,6 +14,32 @@ from samples import run, windows_for
 import trainkit.gradients
 import trainkit.huggingface
 import trainkit.states
+
+
+def test_the_line_of_the_first_program(tutorial, monkeypatch):
+    """Gradient descent in NumPy, from [0, 0], a batch at a time; the last is shorter."""
+    x = np.random.default_rng(0).uniform(-1, 1, 150)
+    points = pd.DataFrame({"x": x, "y": 3 * x + 1})
+    monkeypatch.setattr(tutorial, "points", points, raising=False)
+    tutorial.descend.clear_cache()
+    line = np.zeros(2)
+    for start in (0, 64, 128):
+        x, y = points[start : start + 64].values.T
+        missing = line[0] * x + line[1] - y
+        line = line - 0.3 * np.array([(2 * missing * x).mean(), 2 * missing.mean()])
+    assert tutorial.fit_line({"batch_size": 64}) == pytest.approx(line, rel=1e-5)
+    assert tutorial.descend._cache_size() == 2  # compiled for 64 points, and for 22
+
+
+def test_windows_of_a_stream(tutorial, small):
+    """Each begins with the last token of the one before; what is left over isn't used."""
+    texts = np.array(["Some text of several tokens", "", "more"])
+    rows = tutorial.cut_windows({"text": texts}, small(block_size=4))
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    ids = sum(([*encode(text), 50_256] for text in texts), [])
+    assert len(ids) == 9
+    assert rows["tokens"].tolist() == [ids[:5], ids[4:]]
+    assert rows["tokens"].dtype == np.uint16
 
 
 def test_learning_rate_is_nanogpts(tutorial, small):
