@@ -334,3 +334,21 @@ def test_worker_that_runs_out_of_memory_says_what_helps(tutorial, cluster, small
         "device_batch_size: 2",
     ):
         assert words in str(error.value)
+
+
+def unchanged(x):
+    return x
+
+
+@pytest.mark.parametrize("lines, is_cut", [(7, False), (8, True)])
+def test_of_a_long_difference_twelve_lines_are_shown(small, lines, is_cut):
+    """Three that head it, what surrounds it, and the lines themselves."""
+    config = small()
+    (config.run_path / "step_00000002").mkdir(parents=True)
+    old = "".join(f"    x += {i}\n" for i in range(lines))
+    (config.run_path / "code.py").write_text(f"def unchanged(x):\n{old}    return x\n")
+    with pytest.raises(ValueError, match="What differs is unchanged:") as error:
+        trainkit.launch.check_code(config, (unchanged,))
+    shown = str(error.value).partition("unchanged:\n")[2].partition("\nChoose")[0]
+    assert len(shown.splitlines()) == 12 + is_cut
+    assert shown.endswith("\n...") == is_cut
