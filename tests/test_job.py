@@ -63,5 +63,5 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     assert "step 6 | " in result.stdout and "perplexity" in result.stdout
     assert (storage / "runs/job/step_00000006").is_dir()
     # No aside: neither step 1's program, which reports this, nor drill nor stream.
-    assert "points in a batch" not in result.stdout
+    assert "'points in a batch': 64" not in result.stdout + result.stderr
     assert {path.parent.name for path in storage.glob("runs/*/step_*")} == {"job"}
