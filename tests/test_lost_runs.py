@@ -575,7 +575,6 @@ else:
 """
 
 
-@pytest.mark.slow
 def test_watchdog_ends_a_process_that_hangs_in_c():
     hanging, stopped = (
         subprocess.Popen(
