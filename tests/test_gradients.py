@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from samples import equations
 
 import trainkit.gradients
@@ -227,7 +228,9 @@ def test_with_dropout_each_window_of_every_device_has_its_own_draw(
             tutorial.SHARDING_RULES,
         )
 
-    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.AbstractMesh(
+        (2, 2, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
+    )
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(state, windows)
     assert len(equations(jaxpr.jaxpr, "shard_map")) == maps
