@@ -225,6 +225,15 @@ def test_versions_that_do_not_work_are_refused_in_a_sentence(
     assert not said or "-r` and requirements-gpu.txt" in said
 
 
+@pytest.mark.parametrize("version, refused", [("0.12.8", False), ("1.0.0rc1", True)])
+def test_the_next_major_version_of_orbax_is_refused(tmp_path, version, refused):
+    tested = {"jax": "0.12.0", "flax": "0.12.12", "ray": "2.60.0"}
+    said = check_versions(tmp_path, **tested, **{"orbax-checkpoint": version})
+    assert (
+        f"orbax-checkpoint is {version}, and one before 1 is needed" in said
+    ) == refused
+
+
 def test_missing_packages_are_named(tmp_path):
     assert "jax is missing; ray is missing. Install" in check_versions(
         tmp_path, flax="0.12.8"

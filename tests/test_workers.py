@@ -439,15 +439,6 @@ def test_the_last_cpu_is_ray_datas(nodes, small, capsys):
     assert not capsys.readouterr().out  # TPU workers take none
 
 
-def test_gpus_are_those_that_ray_assigned(monkeypatch):
-    assigned = {"GPU": ["3", "2"]}
-    context = SimpleNamespace(get_accelerator_ids=lambda: assigned)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # by Ray's backend
-    trainkit.workers.use_assigned_gpus()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
 def test_an_address_with_brackets_and_what_is_none(monkeypatch):
     """An IPv6 address, and names that Ray looks up by itself."""
     asked = []

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -154,7 +155,7 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     stall_timeout_s: Seconds = 1_800.0  # a step that takes longer ends its worker
     accept_changed_code: bool = False  # True: continue a run that other code began
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
-    run_name: Annotated[str, Field(pattern=r"^[^/.][^/]*$")] = "gpt2"
+    run_name: Text = "gpt2"
     data_dir: Text = "data"  # on storage that all nodes share, as the next one
     storage_path: Text = "runs"  # may be remote, such as s3://my-bucket/runs
 
@@ -301,6 +302,12 @@ def read_yaml(path: str | Path) -> dict:
     return loader.construct_document(node)
 
 
+def transcribed(name: str) -> str:
+    """A name in the characters that `run_name` may have."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "run"
+
+
 def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
     fields, values = dataclasses.fields(RecipeConfig), vars(config)
@@ -315,7 +322,7 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     if config.tokenizer != tokenizers.GPT2:
         dataset += f"-{Path(config.tokenizer).stem}"
     return {
-        "run_name": f"{Path(path).stem}-{fingerprint}",
+        "run_name": f"{transcribed(Path(path).stem)}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / dataset),
         "storage_path": str(storage_root() / "runs"),
     }
@@ -349,6 +356,17 @@ def check_fields(config) -> None:
         raise ValueError(
             f"profile_steps: expected two steps, the second after the first, as in "
             f"[10, 13]; found [{first}, {last}]"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", config.run_name):
+        raise ValueError(
+            f"run_name ({config.run_name!r}): expected at most 128 of A-Z, a-z, 0-9, '.', "
+            "'_', and '-', the first a letter or a digit; Ray, Orbax, or object stores fail "
+            "with other names"
+        )
+    if set(config.storage_path) & {*"*?[]"}:
+        raise ValueError(
+            f"storage_path ({config.storage_path}): expected none of * ? [ ], which Orbax "
+            "takes for a pattern; choose another folder"
         )
     if config.remote and not re.fullmatch(r"(s3|gs)://[^/]+.*", config.storage_path):
         raise ValueError(

@@ -43,7 +43,9 @@ def mean(
 
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), params)
         micros = micro_batches(windows, config), jnp.arange(k)
-        total, _ = jax.lax.scan(add_micro_batch, (jnp.zeros(()), zeros), micros)
+        total, _ = jax.lax.scan(
+            add_micro_batch, (jnp.zeros((), jnp.float32), zeros), micros
+        )
         return jax.tree.map(lambda x: x / k, total)
 
     params = cast_kernels(state.params, config.compute_dtype)

@@ -31,6 +31,7 @@ from trainkit import (
     run_log,
     states,
     token_files,
+    workers,
 )
 from trainkit.config import RecipeConfig, TrainingConfig
 
@@ -69,6 +70,7 @@ def check(config: TrainingConfig, code: tuple[Callable, ...] = ()) -> None:
         check_code(config, code)
     check_tokens(config)
     say_if_done(config)
+    workers.release_placement_groups()
     take_lease(config, LAUNCH)
     (config.run_path / checkpoints.RECORD).unlink(missing_ok=True)
 

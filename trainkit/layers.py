@@ -229,7 +229,7 @@ def cross_entropy_of_chunks(table, features, targets, vocab_size):
         )
         return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
 
-    zeros = jnp.zeros(()), jnp.zeros_like(table)
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(table)
     (loss, d_table), d_features = jax.lax.scan(add_chunk, zeros, (features, targets))
 
     def backward(d_loss):

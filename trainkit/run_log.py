@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import json
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,18 +63,18 @@ class RunLog:
         Args:
             state: a pytree of arrays, with `step`.
             n_params: the model's parameters, not counting rows that pad the vocabulary.
-            send: gets every line of the log, on the first worker.
+            send: gets every line of the log, on the first worker, in a thread of its own.
         """
         self.config, self.recent, step = config, {}, int(state.step)
-        self.send = send
         self.step, self.time = step, time.perf_counter()
         self.peak = peak_tokens_per_s(config, n_params)
-        self.file = self.bar = None
+        self.file = self.bar = self.observer = None
         if jax.process_index() == 0:
             print(f"{n_params:,} parameters | {describe_start(config, state)}")
             self.file = LogFile(config, step)
             self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self.bar.update(step)
+            self.observer = Observer(send) if send else None
 
     def add(self, step: int, metrics: dict) -> None:
         """Take the scalars of a step, which the device may still be computing."""
@@ -91,6 +93,7 @@ class RunLog:
         """
         recent = jax.device_get(self.recent)
         if has_diverged(self.config, recent):
+            self.close()
             return None
         step, metrics = recent.popitem()
         tokens = self.config.batch_size * self.config.block_size
@@ -103,13 +106,42 @@ class RunLog:
             line["mfu"] = speed / self.peak
         if self.file:
             self.file.append(line)
-            if step == self.config.max_steps:
-                self.bar.close()
-                self.file.close()
             print(format_line(line))
-            if self.send:
-                self.send(line)
+            if self.observer:
+                self.observer.lines.put(line)
+            if step == self.config.max_steps:
+                self.close()
         return line
+
+    def close(self) -> None:
+        """Finish what is under way: nothing more is logged."""
+        for each in (self.bar, self.file, self.observer):
+            if each:
+                each.close()
+
+
+class Observer:
+    """Calls `send` with line after line, in a thread: it can't end the run, or hold it up."""
+
+    def __init__(self, send: Callable[[dict], None]):
+        self.send, self.lines = send, queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        """Send the lines until there is a None among them."""
+        while line := self.lines.get():
+            try:
+                self.send(line)
+            except Exception as error:
+                print(
+                    f"send failed at step {line['step']}; the run continues: {error!r:.300}"
+                )
+
+    def close(self, seconds: float = 30) -> None:
+        """Wait until all lines are sent, at most so long."""
+        self.lines.put(None)
+        self.thread.join(seconds)
 
 
 class LogFile:

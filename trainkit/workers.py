@@ -1,5 +1,6 @@
 """The workers: what they ask of the cluster, and how each starts and is watched."""
 
+import contextlib
 import ctypes
 import dataclasses
 import faulthandler
@@ -13,6 +14,7 @@ import sys
 import jax
 import ray
 import ray.train
+from ray.util.placement_group import PlacementGroup
 
 from trainkit import devices
 from trainkit.config import TrainingConfig, count_parts, most_workers
@@ -216,14 +218,53 @@ def load_cuda_libraries() -> None:
 
 
 def use_assigned_gpus() -> None:
-    """Let this process see the GPUs that Ray assigned to it, and no others.
+    """Let this process see the GPUs that Ray assigned to it, where Ray doesn't see to it.
 
     Ray 2.60 assigns every worker its GPUs, but its JAX backend then numbers them from 0,
     as if each worker had a node of its own (`ray/train/v2/jax/config.py`): two workers of
-    one node would both take GPU 0. Call this before anything asks JAX for a device.
+    one node would both take GPU 0. A Ray that numbers them in another way is left alone.
+    Call this before anything asks JAX for a device.
     """
     assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(assigned))
+    from_zero = ",".join(map(str, range(len(assigned))))
+    of_jax = jax.config.jax_cuda_visible_devices  # within the next, or "all" of them
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == from_zero and (
+        of_jax in (from_zero, "all")
+    ):
+        ids = sorted(assigned, key=lambda gpu: (len(gpu), gpu))  # 2 before 10
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+
+def leave_out_cleaner() -> None:
+    """Keep Ray from ending a healthy run when another cluster starts on this machine.
+
+    Ray 2.60's PlacementGroupCleaner asks a dashboard every second whether the run's
+    controller lives. That dashboard may be another cluster's, which doesn't know the
+    controller, and then it takes the workers' resources away (docs/upstream.md).
+    `release_placement_groups` does its work.
+    """
+    with contextlib.suppress(ImportError):  # a Ray that is built in another way
+        from ray.train.v2._internal.execution.callback import ControllerCallback
+        from ray.train.v2.api import data_parallel_trainer
+
+        data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback
+
+
+leave_out_cleaner()  # in every process that may launch a run
+
+
+def release_placement_groups() -> None:
+    """Free what workers of this process's runs still hold whose controller has died.
+
+    Ray frees it when this process ends, and a rerun before that would wait for it. Call
+    this when no run of this process is under way. A placement group's id ends in the id
+    of its job, which is this process.
+    """
+    job = ray.get_runtime_context().get_job_id()
+    for group, about in ray.util.placement_group_table().items():
+        if group.endswith(job) and about["state"] != "REMOVED":
+            found = PlacementGroup(ray.PlacementGroupID.from_hex(group))
+            ray.util.remove_placement_group(found)
 
 
 def check_generation(config: TrainingConfig, device: jax.Device) -> None:

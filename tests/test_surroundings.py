@@ -1,0 +1,442 @@
+"""What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import ray
+import ray.train.v2.jax
+from accidents import in_the_background, kill_controller, wait_for
+from conftest import start_ray, stop_ray
+from notebook_module import code_cells
+from ray.cluster_utils import Cluster
+
+import trainkit
+import trainkit.config
+import trainkit.run_log
+import trainkit.workers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL_RUN = """
+import sys, time
+sys.path[:0] = {root!r}, {root!r} + "/ci"
+import os
+import jax, ray, ray.train, trainkit.workers
+from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+def loop(settings):
+    rank = ray.train.get_context().get_world_rank()
+    with open({note!r}, "a") as file:
+        print("start", rank, file=file)
+    assert jax.device_count() == 2
+    while not os.path.exists({note!r} + ".over"):
+        time.sleep(0.1)
+
+environment = {{"env_vars": {{"JAX_PLATFORMS": "cpu"}}}}
+JaxTrainer(
+    loop,
+    scaling_config=ray.train.ScalingConfig(
+        num_workers=2, resources_per_worker={{"CPU": 0.5}}
+    ),
+    run_config=ray.train.RunConfig(
+        storage_path={storage!r}, name="run", worker_runtime_env=environment
+    ),
+    jax_config=JaxConfig(use_gpu=True),
+).fit()
+print("ENDED WELL")
+"""
+
+
+def cell(start: str) -> str:
+    """The notebook's code cell with this in it."""
+    (found,) = [c.source for c in code_cells() if start in c.source]
+    return found
+
+
+def run_script(script: str, **variables: str | None) -> subprocess.Popen:
+    """A Python of its own, from the repository's folder; None takes a variable away."""
+    environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={k: v for k, v in environment.items() if v is not None},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> str:
+    """What a script printed, once it has ended; all that it started ends with it."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(condition, process: subprocess.Popen, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def free_port(wanted: int) -> int:
+    """A port that nothing listens on: that one, if possible."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError):
+            with socket.create_server(("127.0.0.1", port)) as server:
+                return server.getsockname()[1]
+
+
+@pytest.fixture
+def address(request) -> str:
+    """Where a run finds its cluster: its own, or one that is there, without a dashboard."""
+    if request.param == "started":
+        yield "local"
+        return
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "address, init",
+    [
+        ("started", cell("ray.init(")),
+        ("joined", cell("ray.init(")),
+        ("started", "import ray; ray.init(num_cpus=2, include_dashboard=False)"),
+    ],
+    ids=["started", "joined", "without a dashboard"],
+    indirect=["address"],
+)
+def test_another_cluster_leaves_a_run_alone(tmp_path, address, init):
+    """Ray's cleaner would ask the other's dashboard, and end this run after 5 s."""
+    note = tmp_path / "starts"
+    values = {"root": str(ROOT), "note": str(note), "storage": str(tmp_path / "runs")}
+    begin = f"import ray, trainkit\ntrainkit.set_up_driver()\n{init}\n"
+    script = begin + SMALL_RUN.format(**values)
+    process = run_script(script, RAY_ADDRESS=address)
+    until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
+    options = {"include_dashboard": True, "dashboard_port": free_port(8265)}
+    other = Cluster(initialize_head=True, head_node_args=options)
+    time.sleep(10)
+    other.shutdown()
+    time.sleep(2)
+    Path(f"{note}.over").touch()
+    assert "ENDED WELL" in finish(process)
+    assert sorted(note.read_text().splitlines()) == ["start 0", "start 1"]
+
+
+@pytest.mark.slow
+def test_what_a_dead_controller_leaves_is_freed(cluster, tmp_path):
+    """Ray's cleaner would do it, where it finds the cluster's dashboard."""
+
+    def loop():
+        time.sleep(600)
+
+    stop_ray()
+    start_ray()
+    trainer = ray.train.v2.jax.JaxTrainer(
+        loop,
+        scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path), name="run"),
+    )
+
+    def free(cpus: float) -> bool:
+        return ray.available_resources()["CPU"] == cpus
+
+    with in_the_background(trainer.fit) as result:
+        wait_for(lambda: free(3), what="a worker")
+        kill_controller(None)
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            result()
+    time.sleep(3)
+    assert free(3)
+    trainkit.workers.release_placement_groups()
+    wait_for(lambda: free(4), seconds=30, what="a free CPU")
+
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
+
+
+@pytest.mark.slow
+def test_proxies_do_not_keep_workers_from_one_another(tmp_path):
+    """gRPC, with which JAX connects them, would ask the proxy, for five minutes."""
+    values = {"root": str(ROOT), "note": f"{tmp_path}/starts", "storage": str(tmp_path)}
+    Path(f"{tmp_path}/starts.over").touch()
+    begin = f"import ray, trainkit\ntrainkit.set_up_driver()\n{cell('ray.init(')}\n"
+    dead = f"http://127.0.0.1:{free_port(9)}"
+    variables = {name: dead for name in PROXIES} | {"RAY_ADDRESS": "local"}
+    script = begin + SMALL_RUN.format(**values)
+    assert "ENDED WELL" in finish(run_script(script, **variables), 120)
+
+
+UNDER_UV = f"""
+import trainkit
+trainkit.set_up_driver()
+import ray
+{cell("ray.init(")}
+print("ENDED WELL")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["uv", "run", "--no-project", "python"], ["uv", "run", "python"]]
+)
+def test_under_uv_workers_have_the_packages(tmp_path, command):
+    """With uv in another environment, or none, Ray would start workers without Ray."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
+    )
+    shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
+    (tmp_path / "script.py").write_text(UNDER_UV)
+    environment = os.environ | {"UV_PROJECT_ENVIRONMENT": sys.prefix}
+    environment |= {"VIRTUAL_ENV": sys.prefix, "RAY_ADDRESS": "local"}
+    options = ["--no-sync", "--offline"] if "--no-project" not in command else []
+    command = [*command[:2], *options, *command[2:], "script.py"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "ENDED WELL" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_that_starts_no_process_is_named(tmp_path):
+    """Here, since its Python isn't found; Ray would wait forever."""
+    script = """
+import ray, trainkit
+ray.init(num_cpus=1, include_dashboard=False, runtime_env={"py_executable": "/no/python"})
+trainkit.check_cluster(8)
+"""
+    said = finish(run_script(script, RAY_ADDRESS="local"))
+    assert "RuntimeError: Ray has started no process within 8 s." in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["/proc/none", ""])
+def test_a_home_that_cannot_be_written(home):
+    """Ray keeps a token there, and would raise a FileNotFoundError."""
+    script = (
+        f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}"
+    )
+    said = finish(run_script(script + "\nprint('ENDED WELL')", HOME=home))
+    assert "ENDED WELL" in said, said
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token(tmp_path):
+    """With the right one, it is joined; without, a sentence says what to set."""
+    port = free_port(0)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 8 * "1234abcd"}
+    start = [str(Path(sys.prefix, "bin/ray")), "start", "--head", f"--port={port}"]
+    start += ["--num-cpus=1", "--include-dashboard=false", "--block"]
+    start += [f"--ray-client-server-port={free_port(0)}"]
+    script = (
+        f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}"
+    )
+    script += "\nprint('ENDED WELL')"
+    head = subprocess.Popen(start, env=os.environ | token, start_new_session=True)
+    try:
+        wait_for(lambda: reaches(port), seconds=60, what="the head")
+        where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+        for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
+            said = finish(run_script(script, **where, **other))
+            assert "that cluster asks for a token. Set RAY_AUTH_MODE" in said, said
+        assert "ENDED WELL" in finish(run_script(script, **where, **token))
+    finally:
+        for process in (*psutil.Process(head.pid).children(recursive=True), head):
+            process.kill()
+        head.wait()
+
+
+def reaches(port: int) -> bool:
+    with socket.socket() as there:
+        return not there.connect_ex(("127.0.0.1", port))
+
+
+def test_a_notebook_without_its_folder(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", cell("set_up_driver()")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "Open this notebook in its clone, beside trainkit/." in result.stderr
+
+
+def test_a_dashboards_address_is_no_clusters(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(
+        ConnectionError, match="a dashboard's address, which takes jobs"
+    ):
+        trainkit.check_address()
+
+
+def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
+    name = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    monkeypatch.setattr(trainkit, "check_address", lambda: None)
+    for address, expected in (("", "0"), ("local", "0"), ("10.0.0.1:6379", None)):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        trainkit.set_up_driver()
+        assert os.environ.get(name) == expected
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv(name, "1")  # yours
+    trainkit.set_up_driver()
+    assert os.environ[name] == "1"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"JAX_ENABLE_X64": "1"},
+        {
+            "JAX_NUMPY_RANK_PROMOTION": "warn",
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+            "JAX_DEFAULT_PRNG_IMPL": "rbg",
+            "JAX_DEBUG_NANS": "1",
+        },
+    ],
+    ids=["x64", "others"],
+)
+def test_variables_of_jax(variables):
+    """A step, an evaluation, and a text, in a process where JAX is set up in another way."""
+    script = """
+import sys
+sys.path[:0] = ["ci", "tests"]
+import numpy as np
+from notebook_module import load_notebook
+from trainkit.generate import generate_tokens
+tutorial = load_notebook()
+config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=2, n_head=2,
+    n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
+    warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
+windows = np.zeros((4, 17), np.uint16)
+state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
+print(metrics, tutorial.eval_step(state.params, windows, config))
+print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
+print("ENDED WELL")
+"""
+    said = finish(run_script(script, JAX_PLATFORMS="cpu", **variables))
+    assert "ENDED WELL" in said, said[-3000:]
+
+
+@pytest.mark.parametrize("assigned", [["0"], ["3"], ["3", "2"], ["10", "9"]])
+def test_gpus_of_ray_as_it_is(monkeypatch, assigned):
+    """Ray 2.60 numbers every worker's GPUs from 0, and tells JAX to take them all."""
+    from_zero = ",".join(map(str, range(len(assigned))))
+    chosen = ",".join(sorted(assigned, key=int))
+    assert gpus_of(monkeypatch, assigned, from_zero, from_zero) == chosen
+    assert gpus_of(monkeypatch, assigned, from_zero, "all") == chosen
+    assert gpus_of(monkeypatch, assigned, chosen, from_zero) == chosen  # called again
+
+
+@pytest.mark.parametrize(
+    "assigned, visible, of_jax",
+    [
+        (["3"], "0,1,2,3,4,5,6,7", "3"),  # all are visible, one is chosen: as for Torch
+        (["0"], "0,1", "0"),
+        (["3", "2"], "2,3", "0,1"),  # only its own are visible
+        (["3"], "3", "all"),
+        (["0", "1", "2", "3"], "0,1,2,3", "0,1,2,3"),  # one worker a node
+        (["GPU-8f2a"], "GPU-8f2a", "0"),  # names and not numbers
+        (["1"], None, "all"),
+    ],
+)
+def test_gpus_of_ray_as_it_may_become(monkeypatch, assigned, visible, of_jax):
+    assert gpus_of(monkeypatch, assigned, visible, of_jax) == visible
+
+
+def gpus_of(monkeypatch, assigned, visible, of_jax) -> str | None:
+    """What is visible after `use_assigned_gpus`."""
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    settings = SimpleNamespace(jax_cuda_visible_devices=of_jax)
+    monkeypatch.setattr(trainkit.workers.jax, "config", settings)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    trainkit.workers.use_assigned_gpus()
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bücher", "a [1]", "a b", "x*", "q?", "-a", ".a", "a/b", "a%20", "a" * 129, ""],
+)
+def test_names_that_something_takes_for_others_are_refused(small, name):
+    with pytest.raises(ValueError, match="run_name"):
+        small(run_name=name)
+
+
+@pytest.mark.parametrize("folder", ["a[1]", "x*y", "q?", "a]"])
+@pytest.mark.parametrize("root", ["/tmp/runs", "s3://bucket/runs"])
+def test_places_that_are_patterns_are_refused(small, root, folder):
+    with pytest.raises(ValueError, match=r"storage_path .*none of \* \? \[ \]"):
+        small(storage_path=f"{root}/{folder}")
+
+
+@pytest.mark.parametrize(
+    "stem, expected",
+    [
+        ("bücher", "bucher"),
+        ("Éa [1]", "Ea-1"),
+        ("书", "run"),
+        ("a*b?c", "a-b-c"),
+        ("..x", "x"),
+        ("gpt2-124m", "gpt2-124m"),
+        ("v1.5_b", "v1.5_b"),
+    ],
+)
+def test_names_of_files_are_transcribed(tmp_path, stem, expected):
+    path = tmp_path / f"{stem}.yaml"
+    path.write_text("platform: cpu\n")
+    name = trainkit.config.load_config(path).run_name
+    assert re.fullmatch(rf"{re.escape(expected)}-[0-9a-f]{{6}}", name)
+
+
+@pytest.mark.parametrize(
+    "harm", [ConnectionError("gone"), KeyError("step"), TimeoutError()], ids=repr
+)
+def test_an_observer_cannot_end_what_it_observes(capsys, harm):
+    seen = []
+
+    def send(line):
+        seen.append(line["step"])
+        if line["step"] == 2:
+            raise harm
+
+    observer = trainkit.run_log.Observer(send)
+    for step in (1, 2, 3):
+        observer.lines.put({"step": step})
+    observer.close()
+    assert seen == [1, 2, 3] and not observer.thread.is_alive()
+    said = capsys.readouterr().out
+    assert f"send failed at step 2; the run continues: {harm!r}" in said
+
+
+def test_an_observer_that_hangs_is_left_behind():
+    observer = trainkit.run_log.Observer(lambda line: time.sleep(600))
+    observer.lines.put({"step": 1})
+    start = time.monotonic()
+    observer.close(seconds=0.5)
+    assert time.monotonic() - start < 5 and observer.thread.daemon
