@@ -13,10 +13,10 @@ python ci/reading_time.py
 SECONDS=0
 status=0
 run() { python -X faulthandler -m pytest "$@" || status=$?; }
-at_once=(-n 2 --dist worksteal) # the fast ones need no cluster, so two may run at once
+at_once=(-n 2 --dist worksteal)
 if [ $# = 0 ]; then
   run -m fast "${at_once[@]}"
-  run -m "not fast and not extra"
+  run -m "not fast and not extra" -n 2 --dist loadfile # on a cluster each
 elif [[ "$*" == *"-m fast"* ]]; then
   run "$@" "${at_once[@]}"
 else
