@@ -424,13 +424,6 @@ def plan_variants(config, options: dict) -> list[dict]:
         if value and getattr(config, key) != value:
             line = f"{key}: {value}"
             plan.append({"name": line, "changes": change, "says": f"`{line}`"})
-    plan.append(
-        {
-            "name": "one product for q, k, and v",
-            "code": "one_product_for_qkv",
-            "says": "`project_to_heads` in trainkit/layers.py",
-        }
-    )
     if config.platform == "gpu":
         flags = workers.environment(config)["XLA_FLAGS"]
         triton = flags.replace("triton_gemm=false", "triton_gemm=true")

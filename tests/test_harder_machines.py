@@ -86,7 +86,8 @@ def test_each_workers_windows_ask_for_one_cpu(cluster):
     """And the driver's tokenizing for all there are."""
 
     def limit() -> float:
-        dataset = trainkit.token_files.in_order(ray.data.range(4))
+        dataset = ray.data.range(4)
+        trainkit.token_files.read_in_order(dataset.context)
         return dataset.context.execution_options.resource_limits.cpu
 
     class Worker:

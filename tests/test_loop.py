@@ -34,9 +34,11 @@ def windows_of(config, split) -> np.ndarray:
 
 def training_windows(tutorial, config, steps, rows=None) -> np.ndarray:
     """[steps, rows, T + 1]."""
-    dataset = tutorial.make_token_dataset(config, "train", steps, rows)
-    size = config.batch_size if rows is None else len(rows)
-    return np.stack([batch["tokens"] for batch in dataset.iter_batches(size)])
+    numbers = trainkit.token_files.window_numbers(config, "train", steps, rows)
+    dataset = tutorial.make_token_dataset(config, "train", numbers)
+    batches = list(dataset.iter_batches(1))
+    np.testing.assert_array_equal([batch["numbers"][0] for batch in batches], numbers)
+    return np.stack([batch["tokens"][0] for batch in batches])
 
 
 def test_each_epoch_has_each_window_in_an_order_of_its_own(
@@ -77,13 +79,10 @@ def test_windows_follow_the_step_and_the_place(
         training_windows(tutorial, config, range(3, 6), np.array([1, 3])),
         whole[3:6, [1, 3]],
     )
-    dataset = tutorial.make_token_dataset(
-        config, "train", range(3, 5), np.array([1, 3])
-    )
-    sequences = [batch["sequence"].tolist() for batch in dataset.iter_batches(2)]
-    assert sequences == [[13, 15], [17, 19]]
-    val = tutorial.make_token_dataset(config, "val", range(1, 3))
-    found = np.concatenate([batch["tokens"] for batch in val.iter_batches(3)])
+    numbers = trainkit.token_files.window_numbers(config, "val", range(1, 3))
+    assert numbers.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    val = tutorial.make_token_dataset(config, "val", numbers)
+    found = np.concatenate([batch["tokens"][0] for batch in val.iter_batches(1)])
     np.testing.assert_array_equal(found, windows_of(config, "val")[4:12])
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,24 +19,14 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PAST = 3  # tokens that the model looks at
 
 
-def named(*axes):
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
-
-
 class WithFeatures(nnx.Module):
     """Token embeddings and an MLP (Bengio et al. 2003), for the page's `loss_fn`."""
 
     def __init__(self, config, *, rngs):
         self.config, D = config, config.n_embd
-        self.wte = nnx.Embed(
-            config.padded_vocab_size,
-            D,
-            embedding_init=named("vocab", "embed"),
-            rngs=rngs,
-        )
-        dense = partial(nnx.Linear, rngs=rngs)
-        self.inner = dense(PAST * D, 4 * D, kernel_init=named("embed", "mlp"))
-        self.outer = dense(4 * D, D, kernel_init=named("mlp", "embed"))
+        self.wte = nnx.Embed(config.padded_vocab_size, D, rngs=rngs)
+        self.inner = nnx.Linear(PAST * D, 4 * D, rngs=rngs)
+        self.outer = nnx.Linear(4 * D, D, rngs=rngs)
 
     def features(self, tokens, *, rngs=None):
         T, x = tokens.shape[1], self.wte(tokens)
@@ -50,8 +39,8 @@ class Plain(nnx.Module):
 
     def __init__(self, config, *, rngs):
         self.config, V, D = config, config.vocab_size, config.n_embd
-        self.table = nnx.Embed(V, D, embedding_init=named(None, "width"), rngs=rngs)
-        self.head = nnx.Linear(D, V, kernel_init=named("width", "words"), rngs=rngs)
+        self.table = nnx.Embed(V, D, rngs=rngs)
+        self.head = nnx.Linear(D, V, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(nnx.relu(self.table(tokens)))
@@ -72,12 +61,15 @@ def lion(config):
 
 
 SEAMS = {
-    "features and wte": ({"GPT2": WithFeatures, "create_optimizer": lion}, "inner"),
+    "features and wte": (
+        {"GPT2": WithFeatures, "create_optimizer": lion, "SHARDING_RULES": ()},
+        "inner",
+    ),
     "a loss of its own": (
         {
             "GPT2": Plain,
             "loss_fn": loss_of_logits,
-            "SHARDING_RULES": (("width", "fsdp"), ("words", None)),
+            "SHARDING_RULES": (("head", ("fsdp", None)),),
             "create_optimizer": momentum,
         },
         "head",

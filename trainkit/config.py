@@ -58,6 +58,14 @@ class ShapeConfig:
         return math.ceil(self.vocab_size / 128) * 128
 
     @property
+    def residual_std(self) -> float:
+        """The standard deviation of new weights whose result the residual stream adds up.
+
+        Radford et al. 2019, section 2.3.
+        """
+        return 0.02 / math.sqrt(2 * self.n_layer)
+
+    @property
     def token_dtype(self) -> str:
         """The type of a token in files and windows: uint16 if all ids fit."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
@@ -234,7 +242,9 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     """
     values = read_yaml(path) | changes
     source = values.get("init_from", "scratch")
-    if isinstance(source, str) and source not in ("scratch", ""):
+    if not isinstance(source, str):
+        source = "scratch"  # and pydantic says so below
+    if source not in ("scratch", ""):
         source = absolute(source) if Path(source).is_dir() else source
         from trainkit import huggingface  # slow, and needed here only
 
@@ -255,6 +265,8 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
                 f"{path}: vocab_size is {values['vocab_size']}, and tokenizer {name} has "
                 f"{size} tokens; leave vocab_size out, or set {size} or more"
             )
+    if source not in ("scratch", "") and isinstance(name, str):
+        huggingface.check_tokenizer(source, name)
     try:
         for key in ("data_dir", "storage_path"):
             if isinstance(values.get(key), str) and values[key]:

@@ -13,10 +13,11 @@ import sys
 
 import jax
 import ray
+import ray.data
 import ray.train
 from ray.util.placement_group import PlacementGroup
 
-from trainkit import devices
+from trainkit import devices, token_files
 from trainkit.config import TrainingConfig, count_parts, most_workers
 
 DEFAULTS = {
@@ -321,6 +322,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         check_generation(config, jax.local_devices()[0])
     if jax.process_index() == 0:
         say_if_no_cpu_is_left(config)
+    token_files.read_in_order(ray.data.DataContext.get_current())
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh
