@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))  # which the processes of parts take over
+sys.path.append(str(ROOT / "benchmarks"))  # which the processes of parts take over
 # What matters most first. Each part may take this share of the time that is left, among the
 # parts that are left; the variants take what remains.
 PARTS = {

@@ -205,6 +205,6 @@ def test_folder_that_is_no_checkpoint(tmp_path):
 def test_defaults_are_still_allowed(small):
     """The edges of what is refused."""
     assert small(num_workers=[2, 2]).worker_range == (2, 2)
-    assert small(run_name="my books-1a2b3c").run_path.name == "my books-1a2b3c"
+    assert small(run_name="my_books-1a2b3c").run_path.name == "my_books-1a2b3c"
     assert small(storage_path="gs://bucket/runs").remote
     assert dataclasses.asdict(small(weight_decay=0.0))["weight_decay"] == 0

@@ -173,7 +173,7 @@ def test_clone_in_a_path_with_a_space_is_refused(tmp_path, script):
 def check_versions(site: Path, **versions: str) -> str:
     """What a Python that has these versions, by their metadata in `site`, says."""
     for name, version in versions.items():
-        folder = site / f"{name}-{version}.dist-info"
+        folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (folder / "METADATA").write_text(text)

@@ -20,6 +20,7 @@ import render_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.ipynb", "docs/guide.md", "benchmarks/README.md", "CONTRIBUTING.md"]
+PAGES += ["docs/upstream.md"]
 SOURCES = [ROOT / page.replace(".ipynb", ".md") for page in PAGES]  # as on GitHub
 PHONE, DESKTOP = (390, 844), (1280, 900)
 

@@ -75,7 +75,7 @@ def test_dashboard_listens_on_the_loopback_address_only():
     """Started as the notebook starts it, in a process of its own."""
     (cell,) = [c.source for c in code_cells() if c.source.startswith("ray.init(")]
     script = f"""
-import psutil, ray
+import psutil, ray, trainkit
 {cell}
 port = int(ray._private.worker.global_worker.node.webui_url.rsplit(":", 1)[1])
 found = [c.laddr.ip for c in psutil.net_connections("tcp")

@@ -25,6 +25,7 @@ PAGES = {  # in the header's order, under these names
     "docs/guide": "Guide",
     "benchmarks/README": "Benchmarks",
     "CONTRIBUTING": "Contribute",
+    "docs/upstream": "Upstream",
 }
 include_patterns = [
     "README.ipynb",
