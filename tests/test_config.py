@@ -509,11 +509,16 @@ def test_published_weights_bring_their_shape(tmp_path, monkeypatch):
     shape = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33}
     shape |= {"vocab_size": 1_237}
     monkeypatch.setattr("trainkit.huggingface.published_shape", lambda source: shape)
+    asked = []
+    monkeypatch.setattr(
+        "trainkit.huggingface.check_tokenizer", lambda *a: asked.append(a)
+    )
     path = tmp_path / "mine.yaml"
     path.write_text("init_from: somebody/a-gpt2\nn_head: 5\n")
     config = trainkit.config.load_config(path)
     assert {key: getattr(config, key) for key in shape} == shape
     assert config.init_from == "somebody/a-gpt2"
+    assert asked == [("somebody/a-gpt2", "gpt2")]
     with pytest.raises(ValueError, match="a-gpt2 has .*leave out what contradicts it"):
         trainkit.config.load_config(path, n_layer=4)
 

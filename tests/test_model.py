@@ -6,11 +6,15 @@ from functools import partial
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import ray.train
 from flax import nnx
 from samples import random_tokens
 
+import trainkit.checkpoints
 import trainkit.config
+import trainkit.launch
 import trainkit.states
 
 
@@ -117,3 +121,27 @@ def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
 
     exact, found = gradient("float32"), gradient("bfloat16")
     assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_runs_of_an_older_layout_are_refused_by_name(small, tmp_path):
+    """By a launch, and where a checkpoint is read back."""
+    config = small()
+    settings = dataclasses.asdict(config)
+    del settings["layout"]  # as before there was one
+    path = config.run_path / "step_00000001"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        state = {"params": np.zeros(2)}
+        checkpointer.save(path, state, custom_metadata=settings)
+    with pytest.raises(ValueError, match="another recipe: layout was 1, and is 2"):
+        trainkit.launch.check_recipe(config)
+    checkpoint = ray.train.Checkpoint(str(path))
+    with pytest.raises(
+        ValueError, match="step_00000001 has layout 1, of an older version"
+    ):
+        trainkit.checkpoints.load_params(checkpoint, lambda config: None)
+
+
+@pytest.mark.parametrize("layout", [1, 3])
+def test_a_layout_cannot_be_chosen(small, layout):
+    with pytest.raises(ValueError, match="layout"):
+        small(layout=layout)

@@ -40,7 +40,7 @@ import ray.train
 import ray.train.collective
 from etils import epath
 
-from trainkit.config import TrainingConfig
+from trainkit.config import LAYOUT, TrainingConfig
 
 ASKED_EVERY = 10  # steps; asking takes some milliseconds
 PAUSES = (1, 2, 4)  # seconds before the second, third, and fourth attempt
@@ -342,6 +342,12 @@ def load_params(
             raise ValueError(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
                 "that a run has saved, such as step_00001000"
+            )
+        if (layout := settings.get("layout", 1)) != LAYOUT:
+            raise ValueError(
+                f"checkpoint: {checkpoint.path} has layout {layout}, of an older version of "
+                f"this tutorial, and this one reads layout {LAYOUT}. Read it with that "
+                "version, or train anew"
             )
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         known = {k: v for k, v in settings.items() if k in fields}  # of older versions

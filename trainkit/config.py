@@ -35,6 +35,7 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 # https://cloud.google.com/tpu/docs/v6e and v5e; other generations are left to Ray.
 SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
+LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 
 
@@ -103,6 +104,7 @@ class RecipeConfig(ShapeConfig):
     beta2: Fraction = 0.95
     grad_clip: Positive = 1.0  # global norm
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
+    layout: Literal[LAYOUT] = LAYOUT  # a run keeps that of the version that began it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -324,6 +326,7 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
     fields, values = dataclasses.fields(RecipeConfig), vars(config)
     recipe = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+    recipe["layout"] = LAYOUT
     text = json.dumps(recipe, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")

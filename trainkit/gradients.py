@@ -82,23 +82,23 @@ def over_devices(
     if not mesh.shape:
         return on_device(fetch(params, None, config), windows, key)
 
+    axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     specs = devices.parameter_specs(params, rules, mesh)
     # What `tensor` divides is left to XLA.
     specs = jax.tree.map(
-        lambda spec: PartitionSpec(*(a if a in BATCH_AXES else None for a in spec)),
-        specs,
+        lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)), specs
     )
 
     def on_each_device(parts, windows, key):
         params = fetch(parts, specs, config)
         found = on_device(params, windows, key, jax.lax.axis_index(BATCH_AXES))
         if not has_gradients:
-            return jax.lax.pmean(found, BATCH_AXES)
+            return jax.lax.pmean(found, axes)
         loss, gradients = found
         leaves = jax.tree.leaves(gradients)  # without the marks of `fetch`
         gradients = jax.tree.unflatten(jax.tree.structure(parts), leaves)
         gradients = jax.tree.map(mean_of_part, gradients, parts, specs)
-        return jax.lax.pmean(loss, BATCH_AXES), gradients
+        return jax.lax.pmean(loss, axes), gradients
 
     whole = PartitionSpec()
     return jax.shard_map(
@@ -148,9 +148,9 @@ def mean_of_part(
     gradient: jax.Array, part: jax.Array, spec: PartitionSpec
 ) -> jax.Array:
     """The mean over all devices of their gradients, as far as this one holds the parameter."""
-    others = BATCH_AXES
+    others = [axis for axis in BATCH_AXES if jax.lax.axis_size(axis) > 1]
     if "fsdp" in spec:
-        others = "data"
+        others.remove("fsdp")
         if gradient.shape != part.shape:  # or `fetch_part` has summed it
             gradient = devices.sum_part(gradient, spec.index("fsdp"))
     return jax.lax.psum(gradient, others) / jax.lax.axis_size(BATCH_AXES)

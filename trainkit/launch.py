@@ -87,6 +87,8 @@ def check_recipe(config: TrainingConfig) -> None:
     settings = checkpoints.newest_settings(config)
     recipe = dataclasses.fields(RecipeConfig) if settings else ()
     before = {field.name: settings.get(field.name, field.default) for field in recipe}
+    if settings:
+        before["layout"] = settings.get("layout", 1)
     if differing := differences(before, vars(config)):
         raise ValueError(
             f"run_name: {config.run_path} holds a run with another recipe: "
