@@ -40,6 +40,7 @@ import ray.train
 import ray.train.collective
 from etils import epath
 
+from trainkit import lock
 from trainkit.config import TrainingConfig
 
 ASKED_EVERY = 10  # steps; asking takes some milliseconds
@@ -102,9 +103,12 @@ class Checkpointer:
         A checkpoint of the same step, which was damaged, is replaced.
 
         Raises:
+            RuntimeError: another launch has taken the run.
             Exception: the save before this one has failed.
         """
         self.wait()
+        if jax.process_index() == 0:  # or has another launch taken the run?
+            retry(lock.confirm, self.config, unless=(RuntimeError,))
         config, name = self.config, f"step_{step:08d}"
         stored = in_storage(config, name)
         known = name <= self.recorded and name in on_record()

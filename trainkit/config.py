@@ -153,7 +153,7 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: Seconds = 1_800.0  # a step that takes longer ends its worker
-    accept_changed_code: bool = False  # True: continue a run that other code began
+    accept_changed_program: bool = False  # True: continue what another program began
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
     run_name: Text = "gpt2"
     data_dir: Text = "data"  # on storage that all nodes share, as the next one

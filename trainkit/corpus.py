@@ -27,7 +27,7 @@ import pyarrow.parquet
 import ray.data
 from ray.data.datasource import FileBasedDatasource
 
-from trainkit import fingerprints, tokenizers
+from trainkit import token_files, tokenizers
 
 FORMATS = {
     ".txt": "UTF-8 text",
@@ -298,16 +298,15 @@ def describe(config, tokenize: Callable) -> dict:
         "tokenizer": config.tokenizer,
         "dtype": config.token_dtype,
         "val_fraction": config.val_fraction,
-        "code": fingerprints.of_code(tokenize),
     }
     if config.max_documents:
         found["max_documents"] = config.max_documents
     if os.path.exists(config.tokenizer):
         file = tokenizers.find_file(config.tokenizer)
-        found["tokenizer_digest"] = fingerprints.of_file(file)
+        found["tokenizer_digest"] = token_files.file_digest(file)
     if config.text_column != "text":
         found["text_column"] = config.text_column
-    version = fingerprints.of_file
+    version = token_files.file_digest
     if names_files(config.dataset):
         try:
             system, files = find_files(config.dataset)
