@@ -27,13 +27,14 @@ import ray.train
 from trainkit import checkpoints, lock, run_log, token_files, workers
 from trainkit.config import RecipeConfig, TrainingConfig
 
-FLAGS = ("threefry_partitionable", "default_prng_impl", "enable_x64")  # of JAX
-FLAGS += ("default_matmul_precision",)
+FLAGS = ["jax_threefry_partitionable", "jax_default_prng_impl"]  # what is drawn
+FLAGS += ["jax_enable_x64", "jax_default_matmul_precision"]  # and in which types
 ONE_DEVICE = {
     **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "topology": None},
     **{"accelerator_type": None, "data_parallel": -1, "fsdp": 1, "tensor_parallel": 1},
-    **{"attention": "xla"},
+    **{"attention": "xla", "loss_chunks": 1, "scan_layers": False},
 }
+BESIDE = "eval_step", "program as configured"  # may differ
 MEMORY = (
     "A device has too little memory for this step. Set device_batch_size lower, loss_chunks "
     "higher, fsdp higher, or scan_layers: true, in this order; docs/guide.md tells more."
@@ -76,7 +77,8 @@ def guarded(loop: Callable[[dict], None], mark: str, tokens: dict) -> Callable:
         lock.joined[str(config.run_path)] = mark
         lock.confirm(config)
         if ray.train.get_context().get_local_rank() == 0:
-            if other := differences(tokens, token_files.digest(config)):
+            found = dict.fromkeys(tokens, "nothing") | token_files.digest(config)
+            if other := differences(tokens, found):
                 raise ValueError(
                     f"data_dir: on {socket.gethostname()}, {config.data_dir} has other tokens "
                     f"than where the run was launched: {'; '.join(other)}. Choose storage "
@@ -94,7 +96,7 @@ def guarded(loop: Callable[[dict], None], mark: str, tokens: dict) -> Callable:
 
 
 def describe(config, programs: tuple, windows: Callable, environment: dict) -> dict:
-    """What makes a run; `environment`: the workers', where JAX's flags may be set."""
+    """What makes a run; `environment`: the workers', which may set flags of JAX."""
     variables = {"env_vars": environment | {"JAX_PLATFORMS": "cpu"}}
     options = {"num_cpus": 0, "max_calls": 1, "runtime_env": variables}
     traced = ray.remote(**options)(trace).remote(config, *programs)
@@ -111,37 +113,29 @@ def describe(config, programs: tuple, windows: Callable, environment: dict) -> d
 
 
 def trace(config, create_state, train_step, eval_step) -> dict:
-    """The programs as text, compressed; for a process that has traced nothing before."""
+    """The program, compressed; and of what may differ, a hash. For a fresh process."""
 
-    def texts(**changes) -> list[str]:
-        plain = dataclasses.replace(config, **ONE_DEVICE | changes)
-        shape = plain.batch_size, plain.block_size + 1
-        batch = jax.ShapeDtypeStruct(shape, plain.token_dtype)
-        made, state = jax.make_jaxpr(lambda: create_state(plain), return_shape=True)()
-        step = jax.make_jaxpr(lambda *x: train_step(*x, plain))(state, batch)
-        loss = jax.make_jaxpr(lambda *x: eval_step(*x, plain))(state.params, batch)
-        return [*map(text_of, (made, step, loss))]
+    @functools.cache
+    def texts(config) -> tuple[str, str]:
+        shape = config.batch_size, config.block_size + 1
+        batch = jax.ShapeDtypeStruct(shape, config.token_dtype)
+        made, state = jax.make_jaxpr(lambda: create_state(config), return_shape=True)()
+        step = jax.make_jaxpr(lambda *x: train_step(*x, config))(state, batch)
+        loss = jax.make_jaxpr(lambda *x: eval_step(*x, config))(state.params, batch)
+        flags = (f"{name} {getattr(jax.config, name)}" for name in FLAGS)
+        return "\n".join([*flags, text_of(made), text_of(step)]), text_of(loss)
 
-    plain = {
-        "loss_chunks": 1,
-        "scan_layers": False,
-        "device_batch_size": config.batch_size,
-    }
+    one = dataclasses.replace(config, **ONE_DEVICE, device_batch_size=config.batch_size)
     really = {"loss_chunks": config.loss_chunks, "scan_layers": config.scan_layers}
     really["device_batch_size"] = config.batch_size // config.micro_batches
-    made, step, loss = texts(**plain)
-    configured = [made, step] if really == plain else texts(**really)[:2]
-    flags = [f"{name} = {getattr(jax.config, f'jax_{name}')}" for name in FLAGS]
-    found = {
-        "program": [*flags, made, step],
-        "eval_step": [loss],
-        "program as configured": configured,
+    configured, _ = texts(dataclasses.replace(one, **really))
+    program, loss = texts(one)
+    return {
+        "jax": jax.__version__,
+        "program": base64.b85encode(zlib.compress(program.encode())).decode(),
+        "program as configured": zlib.crc32(configured.encode()),
+        "eval_step": zlib.crc32(loss.encode()),
     }
-    packed = {
-        k: base64.b85encode(zlib.compress("\n".join(x).encode())).decode()
-        for k, x in found.items()
-    }
-    return packed | {"jax": jax.__version__}
 
 
 def text_of(jaxpr) -> str:
@@ -162,7 +156,7 @@ def text_of(jaxpr) -> str:
         for each in body.eqns:
             kind, operands = each.primitive.name, [*map(name, each.invars)]
             inner = [x for x in jax.tree.leaves(each.params) if hasattr(x, "eqns")]
-            if kind == "jit":
+            if kind in ("jit", "pjit"):
                 outputs = walk(*inner, operands, indent)
             else:
                 outputs = [next(numbers) for _ in each.outvars]
@@ -171,9 +165,8 @@ def text_of(jaxpr) -> str:
                 if kind.startswith("random"):
                     options["partitionable"] = each.ctx.threefry_partitionable
                 said = [f"{k}={x}" for k, x in sorted(options.items()) if x]
-                lines.append(
-                    indent + " ".join([*outputs, *types, "=", kind, *operands, *said])
-                )
+                said = [*outputs, *types, "=", kind, *operands, *said]
+                lines.append(indent + " ".join(said))
                 for part in inner:
                     results = walk(part, numbers, indent + "  ")
                     lines.append(f"{indent}  return {' '.join(results)}")
@@ -205,48 +198,49 @@ def compare(config: TrainingConfig, now: dict) -> None:
     """
     path, begun = config.run_path / "identity.json", checkpoints.list_folders(config)
     known = checkpoints.read_json(path) if begun else now
-    program = differences(known.get("windows", {}), now["windows"])
-    if known.get("jax") == now["jax"]:
-        program += first_lines(known["program"], now["program"])
-        for name in ("eval_step", "program as configured"):
-            if first_lines(known[name], now[name]):
-                print(f"{config.run_path} continues with another {name}.")
-    else:
-        print(
-            f"{config.run_path} continues, and its program can't be compared: it was noted "
-            f"with JAX {known.get('jax')}, and this is {now['jax']}."
-        )
     recipe = known.get("recipe") or checkpoints.newest_settings(config)
+    tokens, windows = (known.get(key, {}) for key in ("tokens", "windows"))
+    program, said = differences(windows, now["windows"]), []
+    if known.get("jax") != now["jax"]:
+        versions = (
+            f"JAX {now['jax']} traced it, and JAX {known.get('jax')} what is noted"
+        )
+        said = [f"a program that can't be compared: {versions}"]
+    elif lines := first_lines(known["program"], now["program"]):
+        program += lines
+    else:
+        said = [f"another {name}" for name in BESIDE if known[name] != now[name]]
+    if program and config.accept_changed_program:
+        now["accepted"] = [*known.get("accepted", []), begun[0]]
+        program, said = [], ["another program, as you accept it"]
     accept = "set accept_changed_program: true to continue with this one"
     for what, found, advice in [
         ("another recipe", differences(recipe, now["recipe"]), "restore these values"),
         (
             "other tokens",
-            differences(known.get("tokens", {}), now["tokens"]),
-            f"bring the files of {config.data_dir} back",
+            differences(tokens, now["tokens"]),
+            "bring the old files back",
         ),
         ("another program", program, f"undo the change, or {accept}"),
     ]:
-        if found and not (what == "another program" and config.accept_changed_program):
-            raise ValueError(
-                f"run_name: {config.run_path} holds a run with {what}:\n"
-                + "\n".join(found)
-                + f"\nChoose another run_name to start a new run, or {advice}."
-            )
-    now["accepted"] = known.get("accepted", []) + begun[:1] * bool(program)
-    if program:
-        print(f"{config.run_path} continues with another program, as you accept it.")
-    checkpoints.write_whole(path, json.dumps(now))
+        if found:
+            first = f"run_name: {config.run_path} holds a run with {what}:"
+            last = f"Choose another run_name to start a new run, or {advice}."
+            raise ValueError("\n".join([first, *found, last]))
+    for each in said:
+        print(f"{config.run_path} continues with {each}.")
+    checkpoints.write_whole(
+        path, json.dumps({"accepted": known.get("accepted", [])} | now)
+    )
 
 
 def first_lines(before: str, now: str) -> list[str]:
-    """The first lines in which two compressed texts differ."""
-    unpacked = (
-        zlib.decompress(base64.b85decode(text)).decode() for text in (before, now)
-    )
-    before, now = (text.split("\n") for text in unpacked)
-    start = max(len(os.path.commonprefix([before, now])) - 1, 0)
-    sides = before[start : start + 99], now[start : start + 99]
+    """The first lines in which two programs differ that `trace` has compressed."""
+    sides = [
+        zlib.decompress(base64.b85decode(x)).decode().split("\n") for x in (before, now)
+    ]
+    start = max(len(os.path.commonprefix(sides)) - 1, 0)
+    sides = [lines[start : start + 99] for lines in sides]
     lines = difflib.unified_diff(*sides, "the run's", "this one's", n=1, lineterm="")
     return [*lines][:12]
 
