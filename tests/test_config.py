@@ -67,7 +67,7 @@ ONE_OF_EACH = {  # nothing is divided, skipped, traced, or taken by surprise
     "cpus_per_worker": 1.0,
     "scan_layers": False,
     "autoscaling": False,
-    "accept_changed_code": False,
+    "accept_changed_program": False,
     "profile_steps": None,
     "max_documents": None,
 }

@@ -18,7 +18,6 @@ import render_readme
 from conftest import WITH_PYTORCH, stop_ray
 from notebook_module import code_cells
 
-import trainkit.fingerprints
 import trainkit.huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,11 +138,13 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
 
 
 @pytest.mark.slow
-def test_run_keeps_the_code_of_its_cells(executed, smoke_folder):
-    """Classes as well, which `inspect` doesn't find in a notebook."""
-    (kept,) = smoke_folder.glob("storage/runs/smoke-*/code.py")
-    code = trainkit.fingerprints.parse_code(kept.read_text())
-    assert {"GPT2", "TrainState", "loss_fn", "SHARDING_RULES"} <= code.keys()
+def test_run_keeps_what_it_computes(executed, smoke_folder):
+    """Its recipe, tokens, windows, and program; and no launch has it any more."""
+    (kept,) = smoke_folder.glob("storage/runs/smoke-*/identity.json")
+    found = json.loads(kept.read_text())
+    assert found["recipe"]["n_embd"] == 128 and len(found["windows"]) == 3
+    assert found["tokens"].keys() == {"train", "val"} and len(found["program"]) > 10_000
+    assert not (kept.parent / "launch.txt").exists()
 
 
 @pytest.mark.slow

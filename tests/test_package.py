@@ -70,7 +70,7 @@ def test_module_is_explained(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizers", "config", "fingerprints", "corpus", "token_files"]
+    "name", ["tokenizers", "config", "corpus", "token_files"]
 )
 def test_what_reads_text_needs_no_jax(name):
     """Ray Data's tasks import it, and should start quickly."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import os
@@ -457,3 +458,27 @@ def test_what_a_task_of_ours_says_is_said(write):
         write([("train", [1])], error=said)
     with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
         write([("train", [1])], error=task_error("KeyError: 'x'"))
+
+
+def test_the_digest_of_a_file_is_that_of_earlier_runs(tmp_path):
+    """Manifests keep it: BLAKE2b, 8 bytes, of the size in decimal and the contents."""
+    (tmp_path / "a").write_bytes(b"abc")
+    expected = hashlib.blake2b(b"3abc", digest_size=8).hexdigest()
+    assert trainkit.token_files.file_digest(tmp_path / "a") == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])
+def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
+    path = tmp_path / "file"
+
+    def digest(place=None, size=size):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place)
+                file.write(b"x")
+        return trainkit.token_files.file_digest(path)
+
+    places = {0, size - 1} if size else set()
+    digests = [digest(), digest(size=size + 1), *map(digest, sorted(places))]
+    assert len(set(digests)) == len(digests) and digest() == digests[0]
