@@ -247,10 +247,13 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd, monkeypatch)
 
 def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     """Nothing starts: what the request says, on each platform."""
-    checked = []
-    monkeypatch.setattr(
-        trainkit.launch, "check", lambda *given, **named: checked.append((given, named))
-    )
+    guarded = []
+
+    def guard(trainer, *given, **named):
+        guarded.append((given, named))
+        return trainer
+
+    monkeypatch.setattr(trainkit.launch, "guard", guard)
 
     def make(**changes):
         config = small(**{"num_workers": 2, "max_failures": 5} | changes)
@@ -266,9 +269,9 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     assert run.worker_runtime_env == {"env_vars": environment}
     assert trainer.train_loop_config == dataclasses.asdict(config)
     assert trainer.scaling_config == trainkit.workers.scaling_config(config)
-    functions = ("create_state", "train_step", "make_token_dataset")
-    code = tuple(getattr(tutorial, name) for name in functions)
-    assert checked == [((config,), {"code": code})]
+    functions = ("create_state", "train_step", "eval_step")
+    program = (getattr(tutorial, name) for name in functions)
+    assert guarded == [((config, *program), {"windows": tutorial.list_windows})]
     joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
     for platform, expected in joins.items():
         changes = {"num_workers": 1} if platform == "tpu" else {}

@@ -12,7 +12,7 @@ from notebook_module import code_cells
 
 import trainkit.config
 import trainkit.corpus
-import trainkit.launch
+import trainkit.lock
 import trainkit.token_files
 import trainkit.workers
 

@@ -15,7 +15,6 @@ import ray
 import ray.train
 from accidents import log_of, losses_of_one_process, wait_for
 
-import trainkit.launch
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
