@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
+import time
 import types
 import zlib
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 import ray.train
+from accidents import at_step, in_the_background, log_of, wait_for
 
 import trainkit.checkpoints
 import trainkit.launch
@@ -606,3 +609,133 @@ def test_a_device_without_memory_gets_advice_and_other_errors_pass(
         with pytest.raises(jax.errors.JaxRuntimeError, match="another process died"):
             guarded(dataclasses.asdict(config))
     assert guarded.__name__ == "loop"
+
+
+# With Ray
+
+
+def programs_of(tutorial) -> tuple:
+    names = ("create_state", "train_step", "eval_step")
+    return tuple(getattr(tutorial, name) for name in names)
+
+
+def test_a_process_of_its_own_traces_what_the_cells_say_now(
+    tutorial, cluster, small, monkeypatch
+):
+    """Only `loss_fn` is another, as after its cell was run again; and flags come, too."""
+    config = small()
+
+    def program(**variables) -> str:
+        given = config, programs_of(tutorial), None, variables
+        return trainkit.launch.describe(*given)["program"]
+
+    before = program()
+    assert program() == before
+    loss_fn = tutorial.loss_fn
+    monkeypatch.setattr(tutorial, "loss_fn", lambda *given: 2 * loss_fn(*given))
+    assert program() != before
+    monkeypatch.setattr(tutorial, "loss_fn", lambda *given: loss_fn(*given))
+    assert program() == before
+    assert program(JAX_DEFAULT_MATMUL_PRECISION="highest") != before
+
+
+def test_another_program_ends_the_launch_at_once(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    """In the driver, before a worker starts, though the run may fail without end."""
+    config = write_bins(small(max_steps=2, eval_interval=2, max_failures=-1))
+    assert tutorial.make_trainer(config).fit().error is None
+    assert tutorial.make_trainer(config).fit().metrics["step"] == 2  # a cell run again
+    schedule = tutorial.learning_rate_schedule
+    later = lambda config: lambda step: schedule(config)(step + 1)  # noqa: E731
+    monkeypatch.setattr(tutorial, "learning_rate_schedule", later)
+    start, log = time.monotonic(), log_of(config)
+    with pytest.raises(ValueError, match="holds a run with another program:\n---"):
+        tutorial.make_trainer(config).fit()
+    assert time.monotonic() - start < 60 and log_of(config) == log
+
+
+SECOND = """
+import json, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/ci"]
+import ray
+from notebook_module import load_notebook
+ray.init(sys.argv[2], log_to_driver=False)
+tutorial = load_notebook()
+tutorial.make_trainer(tutorial.TrainingConfig(**json.loads(sys.argv[3]))).fit()
+"""
+
+
+def waiting_loop(tutorial, config, step: int):
+    """The notebook's loop, which waits at a step until there is a file `go`."""
+    train_loop, may_go_on = tutorial.train_loop_per_worker, config.run_path / "go"
+
+    def loop(settings):
+        add = trainkit.run_log.RunLog.add
+
+        def wait_at_step(self, n, metrics):
+            while n == step and not may_go_on.exists():
+                time.sleep(0.1)
+            add(self, n, metrics)
+
+        trainkit.run_log.RunLog.add = wait_at_step
+        try:
+            train_loop(settings)
+        finally:
+            trainkit.run_log.RunLog.add = add
+
+    return loop
+
+
+@pytest.mark.slow
+def test_second_launch_is_refused_and_the_first_undisturbed(
+    tutorial, cluster, small, write_bins
+):
+    config = write_bins(small(max_steps=8, log_interval=1))
+    settings = json.dumps(vars(config))
+    address = ray.get_runtime_context().gcs_address
+    trainer = tutorial.make_trainer(config, waiting_loop(tutorial, config, 5))
+    with in_the_background(trainer.fit) as result:
+        wait_for(lambda: at_step(4)(config), what="step 4")
+        second = subprocess.run(
+            [sys.executable, "-c", SECOND, ROOT, address, settings],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        (config.run_path / "go").touch()
+        assert result().error is None
+    words = f"{config.run_path}: process {os.getpid()} on"
+    assert second.returncode and words in second.stderr.splitlines()[-1]
+    assert [line["step"] for line in log_of(config)] == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_launch_whose_run_was_taken_ends_before_it_saves(
+    tutorial, cluster, small, write_bins
+):
+    """As where storage has no locks: its workers find the other's mark, and save nothing."""
+    config = write_bins(small(max_steps=8, eval_interval=6, max_failures=1))
+    trainer = tutorial.make_trainer(config, waiting_loop(tutorial, config, 5))
+    other = "process 7 on far, since then (0123)"
+    with in_the_background(trainer.fit) as result:
+        wait_for(lambda: at_step(4)(config), what="step 4")
+        (config.run_path / "launch.txt").write_text(other)
+        (config.run_path / "go").touch()
+        with pytest.raises(ray.train.TrainingFailedError, match="belongs to process 7"):
+            result()
+    assert not trainkit.checkpoints.list_folders(config)
+    assert trainkit.lock.read_mark(config) == other
+
+
+def test_worker_that_runs_out_of_memory_says_what_helps(tutorial, cluster, small):
+    """Memory that no machine has; XLA raises what it raises on a GPU."""
+
+    def loop(settings):
+        jax.block_until_ready(jax.numpy.zeros(2**44))
+
+    config = small(max_failures=0)
+    with pytest.raises(ray.train.TrainingFailedError) as error:
+        tutorial.make_trainer(config, loop).fit()
+    for words in ("Out of memory allocating", "too little memory", "device_batch_size"):
+        assert words in str(error.value)

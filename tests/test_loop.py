@@ -271,7 +271,7 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     assert trainer.scaling_config == trainkit.workers.scaling_config(config)
     functions = ("create_state", "train_step", "eval_step")
     program = (getattr(tutorial, name) for name in functions)
-    assert guarded == [((config, *program), {"windows": tutorial.list_windows})]
+    assert guarded == [((config, *program), {"windows": tutorial.window_numbers})]
     joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
     for platform, expected in joins.items():
         changes = {"num_workers": 1} if platform == "tpu" else {}

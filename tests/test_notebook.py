@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
 import nbformat
 import pytest
 import ray.train
@@ -154,6 +155,52 @@ def test_notebook_is_quiet(executed):
     steps = re.findall(r"step \d+ \| tokens \S+", text)
     assert len(steps) == len(set(steps)) == 20
     assert re.search(r"smoke-\w+: +\d+%\|.*/40", text)
+
+
+@pytest.mark.slow
+def test_one_cell_is_run_again_in_one_kernel(tmp_path):
+    """A launch sees what its program has become, with `%%time` above the cell, too."""
+    stop_ray()
+    cells = {c.id: c for c in code_cells() if "aside" not in c.metadata.get("tags", [])}
+    names = list(cells)[: list(cells).index("trainer") + 1]
+    before = [cells[name].source for name in names if name not in ("learn", "request")]
+    line = "load_config(config_path)"
+    tiny = "load_config(config_path, n_layer=1, n_embd=32, max_steps=2)"
+    assert sum(line in source for source in before) == 1
+    before = [source.replace(line, tiny) for source in before]
+    fit = "try:\n    make_trainer(config).fit()\n    print('went on')\n"
+    fit += "except ValueError as error:\n    print(error)"
+    loss, step = cells["loss"].source, cells["step"].source
+    edits = {
+        "nothing": "",
+        "a comment": loss.replace("    return ", "    # the mean\n    return ", 1),
+        "the loss": loss.replace("    return ", "    return 1.01 * ", 1),
+        "the loss as it was": loss,
+        "the step": "%%time\n" + step.replace("(state.step)", "(state.step + 1)", 1),
+        "the step as it was": "%%time\n" + step,
+    }
+    assert len({*edits.values()}) == 6
+    sources = [*before, fit, *(part for text in edits.values() for part in (text, fit))]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in sources]
+    )
+    for name in ("configs", "trainkit"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPT2_CONFIG", "configs/smoke.yaml")
+        resources = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    said = dict(
+        zip(
+            ["first", *edits],
+            map(text_of, ([c] for c in notebook.cells if c.source == fit)),
+        )
+    )
+    for what, text in said.items():
+        refused = "another program" in text and "accept_changed_program: true" in text
+        assert refused == (what in ("the loss", "the step")), (what, text)
+        assert refused or text.endswith("went on\n"), (what, text)
+    assert "another eval_step" not in said["a comment"]
 
 
 @pytest.mark.extra
