@@ -457,7 +457,7 @@ def test_another_jax_is_said_once(launch, monkeypatch, capsys):
     monkeypatch.setattr(jax, "__version__", "0.99.0")
     launch("0.1 * g", "0.2 * g")
     assert (
-        "can't be compared: JAX 0.99.0 traced it, and JAX 0.1"
+        "JAX 0.99.0: its program can't be compared with JAX 0.1"
         in capsys.readouterr().out
     )
     launch("0.1 * g", "0.2 * g")
@@ -655,7 +655,7 @@ def test_another_program_ends_the_launch_at_once(
     assert time.monotonic() - start < 60 and log_of(config) == log
 
 
-SECOND = """
+OTHER_DRIVER = """
 import json, sys
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/ci"]
 import ray
@@ -698,7 +698,7 @@ def test_second_launch_is_refused_and_the_first_undisturbed(
     with in_the_background(trainer.fit) as result:
         wait_for(lambda: at_step(4)(config), what="step 4")
         second = subprocess.run(
-            [sys.executable, "-c", SECOND, ROOT, address, settings],
+            [sys.executable, "-c", OTHER_DRIVER, ROOT, address, settings],
             capture_output=True,
             text=True,
             timeout=120,

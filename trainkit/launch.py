@@ -34,7 +34,8 @@ ONE_DEVICE = {
     **{"accelerator_type": None, "data_parallel": -1, "fsdp": 1, "tensor_parallel": 1},
     **{"attention": "xla", "loss_chunks": 1, "scan_layers": False},
 }
-BESIDE = "eval_step", "program as configured"  # may differ
+BESIDE = "eval_step", "program as configured"  # which may differ
+NOTHING = {"recipe": {}, "tokens": {}, "windows": {}, "jax": "?", "accepted": []}
 MEMORY = (
     "A device has too little memory for this step. Set device_batch_size lower, loss_chunks "
     "higher, fsdp higher, or scan_layers: true, in this order; docs/guide.md tells more."
@@ -197,31 +198,32 @@ def compare(config: TrainingConfig, now: dict) -> None:
         ValueError: with what differs, and what to do.
     """
     path, begun = config.run_path / "identity.json", checkpoints.list_folders(config)
-    known = checkpoints.read_json(path) if begun else now
-    recipe = known.get("recipe") or checkpoints.newest_settings(config)
-    tokens, windows = (known.get(key, {}) for key in ("tokens", "windows"))
-    program, said = differences(windows, now["windows"]), []
-    if known.get("jax") != now["jax"]:
-        versions = (
-            f"JAX {now['jax']} traced it, and JAX {known.get('jax')} what is noted"
-        )
-        said = [f"a program that can't be compared: {versions}"]
+    known = NOTHING | (checkpoints.read_json(path) if begun else now)
+    known["recipe"] = known["recipe"] or checkpoints.newest_settings(config)
+    recipe, tokens, program = (
+        differences(known[key], now[key]) for key in ("recipe", "tokens", "windows")
+    )
+    said = []
+    if known["jax"] != now["jax"]:
+        said = [
+            f"JAX {now['jax']}: its program can't be compared with JAX {known['jax']}'s"
+        ]
     elif lines := first_lines(known["program"], now["program"]):
         program += lines
     else:
         said = [f"another {name}" for name in BESIDE if known[name] != now[name]]
     if program and config.accept_changed_program:
-        now["accepted"] = [*known.get("accepted", []), begun[0]]
-        program, said = [], ["another program, as you accept it"]
-    accept = "set accept_changed_program: true to continue with this one"
+        said.append("another program, as you accept it")
+        known["accepted"] = [*known["accepted"], begun[0]]
+        program = []
     for what, found, advice in [
-        ("another recipe", differences(recipe, now["recipe"]), "restore these values"),
+        ("another recipe", recipe, "restore these values"),
+        ("other tokens", tokens, "bring the old files back"),
         (
-            "other tokens",
-            differences(tokens, now["tokens"]),
-            "bring the old files back",
+            "another program",
+            program,
+            "undo the change, or set accept_changed_program: true",
         ),
-        ("another program", program, f"undo the change, or {accept}"),
     ]:
         if found:
             first = f"run_name: {config.run_path} holds a run with {what}:"
@@ -229,16 +231,14 @@ def compare(config: TrainingConfig, now: dict) -> None:
             raise ValueError("\n".join([first, *found, last]))
     for each in said:
         print(f"{config.run_path} continues with {each}.")
-    checkpoints.write_whole(
-        path, json.dumps({"accepted": known.get("accepted", [])} | now)
-    )
+    kept = now | {"accepted": known["accepted"]}
+    checkpoints.write_whole(path, json.dumps(kept))
 
 
 def first_lines(before: str, now: str) -> list[str]:
     """The first lines in which two programs differ that `trace` has compressed."""
-    sides = [
-        zlib.decompress(base64.b85decode(x)).decode().split("\n") for x in (before, now)
-    ]
+    packed = map(base64.b85decode, (before, now))
+    sides = [zlib.decompress(text).decode().split("\n") for text in packed]
     start = max(len(os.path.commonprefix(sides)) - 1, 0)
     sides = [lines[start : start + 99] for lines in sides]
     lines = difflib.unified_diff(*sides, "the run's", "this one's", n=1, lineterm="")
