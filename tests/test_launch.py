@@ -293,7 +293,7 @@ def here(monkeypatch):
         assert options["max_calls"] == 1 and options["num_cpus"] == 0
         return lambda function: SimpleNamespace(remote=function)
 
-    tool = SimpleNamespace(remote=remote, get=lambda found: found, train=ray.train)
+    tool = SimpleNamespace(remote=remote, get=lambda found: found)
     monkeypatch.setattr(trainkit.launch, "ray", tool)
     monkeypatch.setattr(trainkit.workers, "release_placement_groups", lambda: None)
 
@@ -539,20 +539,13 @@ def test_a_refused_launch_leaves_the_run_alone(launch):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A function that makes this process a worker of that rank on its node."""
+    """This process as a worker."""
     monkeypatch.setattr(trainkit.lock, "joined", {})
-
-    def be(local_rank: int = 0) -> None:
-        context = SimpleNamespace(get_local_rank=lambda: local_rank)
-        monkeypatch.setattr(ray.train, "get_context", lambda: context)
-
-    be()
-    return be
 
 
 @pytest.mark.parametrize("kind", ["another seed", "shorter", "validation", "nothing"])
 def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path, kind):
-    """With both values, and its name; the others of that node leave it to the first."""
+    """With both values, and its name; unless the run streams its text."""
     config = write_bins(small())
     there = dataclasses.replace(config, data_dir=str(tmp_path / "there"))
     if kind != "nothing":
@@ -569,9 +562,6 @@ def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path
         with pytest.raises(ValueError) as error:
             loop(dataclasses.asdict(there))
         assert len(ran) == 1
-        worker(local_rank=1)
-        loop(dataclasses.asdict(there))
-        worker()
         streaming = trainkit.launch.guarded(ran.append, mark, {})
         streaming(dataclasses.asdict(there))
     found = trainkit.token_files.digest(there)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 import ray
-import ray.train
 
 from trainkit import checkpoints, lock, run_log, token_files, workers
 from trainkit.config import RecipeConfig, TrainingConfig
@@ -77,14 +76,13 @@ def guarded(loop: Callable[[dict], None], mark: str, tokens: dict) -> Callable:
         config = TrainingConfig(**settings)
         lock.joined[str(config.run_path)] = mark
         lock.confirm(config)
-        if ray.train.get_context().get_local_rank() == 0:
-            found = dict.fromkeys(tokens, "nothing") | token_files.digest(config)
-            if other := differences(tokens, found):
-                raise ValueError(
-                    f"data_dir: on {socket.gethostname()}, {config.data_dir} has other tokens "
-                    f"than where the run was launched: {'; '.join(other)}. Choose storage "
-                    "that all nodes share, or copy the files to each."
-                )
+        found = dict.fromkeys(tokens, "nothing") | token_files.digest(config)
+        if other := differences(tokens, found):
+            raise ValueError(
+                f"data_dir: on {socket.gethostname()}, {config.data_dir} has other tokens "
+                f"than where the run was launched: {'; '.join(other)}. Choose storage that "
+                "all nodes share, or copy the files to each."
+            )
         try:
             loop(settings)
         except jax.errors.JaxRuntimeError as error:
