@@ -113,27 +113,26 @@ def describe(config, programs: tuple, windows: Callable, environment: dict) -> d
 
 def trace(config, create_state, train_step, eval_step) -> dict:
     """The program, compressed; and of what may differ, a hash. For a fresh process."""
-
-    @functools.cache
-    def texts(config) -> tuple[str, str]:
-        shape = config.batch_size, config.block_size + 1
-        batch = jax.ShapeDtypeStruct(shape, config.token_dtype)
-        made, state = jax.make_jaxpr(lambda: create_state(config), return_shape=True)()
-        step = jax.make_jaxpr(lambda *x: train_step(*x, config))(state, batch)
-        loss = jax.make_jaxpr(lambda *x: eval_step(*x, config))(state.params, batch)
-        flags = (f"{name} {getattr(jax.config, name)}" for name in FLAGS)
-        return "\n".join([*flags, text_of(made), text_of(step)]), text_of(loss)
-
+    shape = config.batch_size, config.block_size + 1
+    batch = jax.ShapeDtypeStruct(shape, config.token_dtype)
     one = dataclasses.replace(config, **ONE_DEVICE, device_batch_size=config.batch_size)
     really = {"loss_chunks": config.loss_chunks, "scan_layers": config.scan_layers}
     really["device_batch_size"] = config.batch_size // config.micro_batches
-    configured, _ = texts(dataclasses.replace(one, **really))
-    program, loss = texts(one)
+    made, state = jax.make_jaxpr(lambda: create_state(one), return_shape=True)()
+
+    @functools.cache
+    def text(function, config) -> str:
+        given = state.params if function is eval_step else state
+        return text_of(jax.make_jaxpr(lambda *x: function(*x, config))(given, batch))
+
+    flags = [f"{name} {getattr(jax.config, name)}" for name in FLAGS]
+    program = "\n".join([*flags, text_of(made), text(train_step, one)])
+    configured = text(train_step, dataclasses.replace(one, **really))
     return {
         "jax": jax.__version__,
         "program": base64.b85encode(zlib.compress(program.encode())).decode(),
         "program as configured": zlib.crc32(configured.encode()),
-        "eval_step": zlib.crc32(loss.encode()),
+        "eval_step": zlib.crc32(text(eval_step, one).encode()),
     }
 
 
