@@ -49,6 +49,8 @@ def guard(trainer, config: TrainingConfig, *programs: Callable, windows: Callabl
     Args:
         programs: the notebook's `create_state`, `train_step`, and `eval_step`.
         windows: (config, split, range of steps) -> numbers of windows, [steps, rows].
+
+    `fit` raises what `lock.hold`, `run_log.refuse_diverged`, and `compare` do.
     """
     loop, fit = trainer.train_loop_per_worker, trainer.fit
 
