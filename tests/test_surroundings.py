@@ -370,7 +370,7 @@ def gpus_of(monkeypatch, assigned, visible, of_jax) -> str | None:
     """What is visible after `use_assigned_gpus`."""
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    settings = SimpleNamespace(jax_cuda_visible_devices=of_jax)
+    settings = SimpleNamespace(values={"jax_cuda_visible_devices": of_jax})
     monkeypatch.setattr(trainkit.workers.jax, "config", settings)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -163,6 +163,7 @@ def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
     plugin = tmp_path / "jax_plugins/played"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(PLUGIN)
+    (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")  # as beside the notebook
     how = "plain JAX" if claimed else "as the notebook does"
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     subprocess.run(

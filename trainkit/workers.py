@@ -227,7 +227,7 @@ def use_assigned_gpus() -> None:
     """
     assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     from_zero = ",".join(map(str, range(len(assigned))))
-    of_jax = jax.config.jax_cuda_visible_devices  # within the next, or "all" of them
+    of_jax = jax.config.values["jax_cuda_visible_devices"]  # among these, or "all"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == from_zero and (
         of_jax in (from_zero, "all")
     ):
