@@ -40,14 +40,14 @@ import program
 from common import compile_step, load_notebook, parse_changes
 from jax.experimental import topologies
 from tpu_compile import compile_original
-from variants import fetched_by_layer, recomputed
+from variants import fetched_before_the_step, recomputed
 
 import trainkit.config
 import trainkit.devices
 import trainkit.states
 import trainkit.workers
 
-VARIANTS = {f.__name__: f for f in (fetched_by_layer, recomputed)}
+VARIANTS = {f.__name__: f for f in (fetched_before_the_step, recomputed)}
 GPUS = Path(__file__).resolve().parent / "gpus"
 
 

@@ -48,11 +48,10 @@ def own_memory() -> int:
 
 def our_batches(tutorial, config):
     """The windows of a whole run, read as the training loop reads them."""
-    for steps in trainkit.token_files.step_ranges(config, 0):
-        dataset = tutorial.make_token_dataset(config, "train", steps)
-        yield from dataset.iter_batches(
-            batch_size=config.batch_size, prefetch_batches=2
-        )
+    for steps in trainkit.token_files.cut_steps(config, range(config.max_steps)):
+        numbers = trainkit.token_files.window_numbers(config, "train", steps)
+        dataset = tutorial.make_token_dataset(config, "train", numbers)
+        yield from dataset.iter_batches(batch_size=1, prefetch_batches=2)
 
 
 def measure(original: str | None, windows: int, folder: Path) -> tuple[float, ...]:

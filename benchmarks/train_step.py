@@ -32,9 +32,7 @@ from common import (
 )
 from notebook_module import initial_state
 from variants import (
-    gelu_differentiated_by_jax,
     loss_differentiated_by_jax,
-    one_product_for_qkv,
     vocabulary_not_padded,
     without_donation,
 )
@@ -61,8 +59,6 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
 OTHER_CODE = [  # and the changes of the configuration that each stands beside
     (loss_differentiated_by_jax, {"loss_chunks": 1}),
     (loss_differentiated_by_jax, {"loss_chunks": 8}),
-    (one_product_for_qkv, {}),
-    (gelu_differentiated_by_jax, {}),
     (vocabulary_not_padded, {}),
     (without_donation, {}),
 ]

@@ -26,54 +26,27 @@ from notebook_module import abstract_state, load_notebook
 import trainkit.config
 import trainkit.devices
 
-LANES = ["driver", "controller", "data tasks", "workers", "devices", "storage"]
-WHAT = [
-    "this notebook",
-    "of one run",
-    "Ray Data",
-    "one per GPU or host",
-    "one mesh",
-    "",
-]
+LANES = ["driver", "controller", "workers", "data tasks", "storage"]
+WHAT = ["this notebook", "of one run", "with all devices", "Ray Data", ""]
 CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
-    (
-        "Tokenize (step 3)",
-        [
-            (0, 2, "map_batches(tokenize)"),
-            (2, 0, "tokens, in order"),
-            (0, 5, "train.bin, val.bin"),
-        ],
-    ),
-    (
-        "Launch (step 6)",
-        [
-            (0, 1, "fit()"),
-            (1, 3, "train_loop_per_worker"),
-            (5, 3, "newest whole checkpoint"),
-        ],
-    ),
-    (
-        "Each step (step 5)",
-        [
-            (5, 2, "windows"),
-            (2, 3, "iter_batches"),
-            (3, 4, "train_step, with one all-reduce"),
-        ],
-    ),
-    ("At checkpoints", [(4, 5, "checkpoint"), (3, 1, "ray.train.report")]),
-    ("At the end", [(1, 0, "Result")]),
+    ("Launch", [(0, 1, "fit"), (1, 2, "the loop"), (4, 2, "restore")]),
+    ("Each step", [(4, 3, "windows"), (3, 2, "iter_batches")]),
+    ("At checkpoints", [(2, 4, "save"), (2, 1, "report")]),
+    ("At the end", [(1, 0, "result")]),
 ]
+COLORS = {"Each step": "tab:orange"}  # the path that a run takes again and again
 
 
 def draw_lanes(path: Path) -> None:
     """Which process calls which, from top to bottom."""
-    figure, axes = plt.subplots(figsize=(9, 6.6))
+    figure, axes = plt.subplots(figsize=(8, 4))
     y = 0.0
     for part, calls in CALLS:
         top = y
         for start, end, what in calls:
-            y -= 0.62
-            arrow = {"arrowstyle": "-|>", "color": "black", "shrinkA": 0, "shrinkB": 0}
+            y -= 0.5
+            color = COLORS.get(part, "tab:gray")
+            arrow = {"arrowstyle": "-|>", "color": color, "shrinkA": 0, "shrinkB": 0}
             axes.annotate("", (end, y), (start, y), arrowprops=arrow)
             axes.text(
                 (start + end) / 2,
@@ -82,18 +55,15 @@ def draw_lanes(path: Path) -> None:
                 ha="center",
                 va="bottom",
                 size=9,
-                bbox={"facecolor": "#eef4fa", "edgecolor": "none", "pad": 0.5},
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
-        y -= 0.3
-        axes.add_patch(
-            Rectangle((-1.75, y), 7.35, top - y - 0.06, facecolor="#eef4fa", zorder=-2)
-        )
-        axes.text(-1.65, (top + y) / 2, part, va="center", size=9, style="italic")
+        y -= 0.2
+        axes.text(-1.4, (top + y) / 2, part, va="center", size=9)
     for x, (lane, what) in enumerate(zip(LANES, WHAT)):
-        axes.plot([x, x], [0, y], color="tab:blue", linewidth=1, zorder=-1)
-        axes.text(x, 0.42, lane, ha="center", va="center", weight="bold")
+        axes.plot([x, x], [0, y], color="lightgray", linewidth=1, zorder=-1)
+        axes.text(x, 0.45, lane, ha="center", va="center", weight="bold")
         axes.text(x, 0.15, what, ha="center", va="center", size=8)
-    axes.set(xlim=(-1.8, 5.65), ylim=(y - 0.05, 0.65))
+    axes.set(xlim=(-1.45, 4.4), ylim=(y - 0.05, 0.65))
     axes.axis("off")
     figure.savefig(path, dpi=130, bbox_inches="tight")
 

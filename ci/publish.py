@@ -1,18 +1,15 @@
-"""Write the tutorial into a checkout of a repository that publishes it.
+"""Write the tutorial into a checkout of Anyscale's template registry, anyscale/templates.
 
-    python ci/publish.py anyscale --into ../templates --name gpt2-jaxtrainer
-    python ci/publish.py ray-docs --into ../ray
+    python ci/publish.py --into ../templates --name gpt2-jaxtrainer
 
-The first is Anyscale's template registry, anyscale/templates; the second Ray's
-documentation, ray-project/ray. Addresses become absolute, and the set-up becomes that of
-ci/places; the rest is as it is here. A second run changes nothing, and no other file of
-the checkout is touched: of BUILD.yaml, only this template's entry.
+Addresses become absolute, the set-up becomes that of ci/places, and what each cell showed
+becomes a cell of its own; the rest is as it is here. A second run changes nothing, and no
+other file of the checkout is touched: of BUILD.yaml, only this template's entry.
 """
 
 import argparse
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import render_readme  # first: it finds the environment that has the other two
@@ -24,61 +21,37 @@ import yaml
 from addresses import GITHUB, Addresses
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ROOT / "ci/places"
+TEXTS = ROOT / "ci/places/anyscale"
 SOURCE = f"{GITHUB}OWNER/gpt2-jaxtrainer"  # a placeholder until this has an address
 INSTALL = "!uv pip install --quiet --system -r requirements.txt"
 GUIDE, BUILD = "docs/guide.md", "BUILD.yaml"
 
 
-@dataclass(frozen=True)
-class Place:
-    """A repository that publishes examples, and where in it they lie."""
-
-    repository: str
-    branch: str
-    holds: tuple[str, ...]  # by which a checkout is known
-    name: str  # of the example, unless another is asked for
-    folder: str
-    machines: str  # the folder of aws.yaml and gce.yaml
+REGISTRY = f"{GITHUB}anyscale/templates"
+HOLDS = (BUILD, "templates", "configs", "tests")  # by which a checkout is known
+NAME = "gpt2-jaxtrainer"
 
 
-PLACES = {
-    "anyscale": Place(
-        repository=f"{GITHUB}anyscale/templates",
-        branch="main",
-        holds=(BUILD, "templates", "configs", "tests"),
-        name="gpt2-jaxtrainer",
-        folder="templates/NAME",
-        machines="configs/NAME",
-    ),
-    "ray-docs": Place(
-        repository=f"{GITHUB}ray-project/ray",
-        branch="master",
-        holds=("doc/source/train/examples",),
-        name="gpt2_jaxtrainer",  # also of the release test, which has no dashes
-        folder="doc/source/train/examples/jax/NAME",
-        machines="doc/source/train/examples/jax/NAME/configs",
-    ),
-}
-
-
-def carried_files(folder: str, machines: str) -> dict[str, str]:
+def carried_files(name: str) -> dict[str, str]:
     """Which of our files are carried, and where to; of the images, those shown."""
+    folder = f"templates/{name}"
     own = ["README.ipynb", "README.md", GUIDE]
     pages = "".join((ROOT / page).read_text() for page in own[1:])
     own += sorted(set(re.findall(r"images/[\w-]+\.\w+", pages)))
     own += ["requirements-gpu.txt", "requirements-tpu.txt"]
-    for pattern in ("trainkit/**/*.py", "configs/*.yaml", "configs/compute/kube*.yaml"):
+    patterns = ("trainkit/*.py", "trainkit/*.json")
+    for pattern in (*patterns, "configs/*.yaml", "configs/compute/kube*.yaml"):
         own += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
     carried = {path: f"{folder}/{path}" for path in own}
     for cloud in ("aws.yaml", "gce.yaml"):
-        carried[f"configs/compute/{cloud}"] = f"{machines}/{cloud}"
+        carried[f"configs/compute/{cloud}"] = f"configs/{name}/{cloud}"
     return carried
 
 
-def make_notebook(kind: str, addresses: Addresses) -> nbformat.NotebookNode:
-    """README.ipynb with absolute addresses and the place's set-up."""
+def make_notebook(addresses: Addresses) -> nbformat.NotebookNode:
+    """README.ipynb with absolute addresses, what its cells showed, and the set-up there."""
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
+    notebook = render_readme.with_outputs(notebook)
     cells = notebook.cells
     setup = [c for c in cells if re.match(r"## Set up\n[^\0]*\bci/", c.source)]
     init = [
@@ -91,15 +64,13 @@ def make_notebook(kind: str, addresses: Addresses) -> nbformat.NotebookNode:
         )
     # Paragraphs up to the last that needs ci/ are for this repository only.
     _, _, rest = setup[0].source[setup[0].source.rindex("ci/") :].partition("\n\n")
-    text = (TEXTS / kind / "setup.md").read_text().strip()
+    text = (TEXTS / "setup.md").read_text().strip()
     setup[0].source = f"## Set up\n\n{text}"
-    new = [nbformat.v4.new_markdown_cell(rest)] if rest else []
-    if kind == "anyscale":  # the cell is for this node, `pip` for the others
-        new.insert(0, nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["aside"]}))
-        pip = '{"pip": "requirements.txt", '
-        init[0].source = init[0].source.replace("runtime_env={", f"runtime_env={pip}")
-    else:
-        notebook.metadata["orphan"] = True  # for Sphinx: the gallery leads there
+    # The cell is for this node, `pip` for the others.
+    new = [nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["aside"]})]
+    new += [nbformat.v4.new_markdown_cell(rest)] if rest else []
+    pip = '{"pip": "requirements.txt", '
+    init[0].source = init[0].source.replace("runtime_env={", f"runtime_env={pip}")
     for number, cell in enumerate(new, 1):
         cell.id = f"set-up-{number}"
     after = cells.index(setup[0]) + 1
@@ -127,45 +98,26 @@ def with_entry(text: str, entry: str, name: str) -> str:
     return text + "\n" * (2 - (text[-2:] == "\n\n") - (text[-1:] == "\n")) + entry
 
 
-def make_files(kind: str, name: str, checkout: Path, source: str) -> tuple[dict, list]:
+def make_files(name: str, checkout: Path, source: str) -> tuple[dict, list]:
     """The contents of all files, by their paths in the checkout, and what to tell."""
-    place, texts = PLACES[kind], TEXTS / kind
-    folder = place.folder.replace("NAME", name)
-    machines = place.machines.replace("NAME", name)
-    carried = carried_files(folder, machines)
-    addresses = Addresses(carried, place.repository, place.branch, source)
-    notebook = make_notebook(kind, addresses)
-    guide = addresses.rewrite(GUIDE, (ROOT / GUIDE).read_text())
+    folder, carried = f"templates/{name}", carried_files(name)
+    addresses = Addresses(carried, REGISTRY, "main", source)
+    notebook = make_notebook(addresses)
     entry = (ROOT / "configs/compute" / BUILD).read_text()
     entry = entry[entry.index("- name:") :]
     (fields,) = yaml.safe_load(entry)
     image_uri = fields["cluster_env"]["image_uri"]
-    tests = (texts / "tests.sh").read_text().replace("NAME", name)
     files = {there: (ROOT / path).read_bytes() for path, there in carried.items()}
     files[f"{folder}/README.ipynb"] = nbformat.writes(notebook) + "\n"
     files[f"{folder}/README.md"] = render_readme.to_markdown(notebook)
-    files[f"{folder}/{GUIDE}"] = guide
-    if kind == "anyscale":
-        files[f"{folder}/requirements.txt"] = image.requirements(image_uri)
-        files[f"tests/{name}/tests.sh"] = tests
-        entry = entry.replace(fields["name"], name)
-        registered = (checkout / BUILD).read_bytes().decode()
-        files[BUILD] = with_entry(registered, entry, name)  # last, when all is there
-        notes = image.differences(image_uri, checkout / "dependencies/images")
-    else:
-        packages = [pin for n, pin in image.read_pins().items() if n != "ray"]
-        packages = " ".join(f"'{pin}'" for pin in packages)
-        script = (texts / "build.sh").read_text().replace("PACKAGES", packages)
-        files[f"{folder}/{GUIDE}"] = f"---\norphan: true\n---\n\n{guide}"
-        files[f"{folder}/ci/build.sh"] = script
-        files[f"{folder}/ci/tests.sh"] = tests
-        files[f"{folder}/ci/BUILD.bazel"] = (texts / "BUILD.bazel").read_text()
-        cloud_name = b'cloud: {{env["ANYSCALE_CLOUD_NAME"]}}\n'  # Ray's CI fills it in
-        for cloud in ("aws.yaml", "gce.yaml"):
-            files[f"{folder}/ci/{cloud}"] = cloud_name + files[f"{machines}/{cloud}"]
-        test = (texts / "release_test.yaml").read_text()
-        test = test.replace("NAME", name).replace("FOLDER", folder)
-        notes = [f"To add to release/release_tests.yaml by hand:\n\n{test}"]
+    files[f"{folder}/{GUIDE}"] = addresses.rewrite(GUIDE, (ROOT / GUIDE).read_text())
+    files[f"{folder}/requirements.txt"] = image.requirements(image_uri)
+    tests = (TEXTS / "tests.sh").read_text().replace("NAME", name)
+    files[f"tests/{name}/tests.sh"] = tests
+    entry = entry.replace(fields["name"], name)
+    registered = (checkout / BUILD).read_bytes().decode()
+    files[BUILD] = with_entry(registered, entry, name)  # last, when all is there
+    notes = image.differences(image_uri, checkout / "dependencies/images")
     if addresses.left_behind and source == SOURCE:
         left = ", ".join(sorted(addresses.left_behind))
         notes.append(f"--source is missing: links to {left} lead to {SOURCE}.")
@@ -189,21 +141,20 @@ def write(path: Path, contents: bytes) -> bool:
     return True
 
 
-def publish(kind: str, checkout: Path, name: str, source: str) -> list[str]:
+def publish(checkout: Path, name: str, source: str) -> list[str]:
     """Write all files that differ, and remove ours that are no more; say which."""
-    place = PLACES[kind]
-    if missing := [path for path in place.holds if not (checkout / path).exists()]:
+    if missing := [path for path in HOLDS if not (checkout / path).exists()]:
         raise SystemExit(
-            f"{checkout} is no checkout of {place.repository}: it has no {missing[0]}."
+            f"{checkout} is no checkout of {REGISTRY}: it has no {missing[0]}."
         )
     if not re.fullmatch(r"[a-z0-9_-]+", name):
         raise SystemExit(f"--name {name}: use only a to z, digits, - and _.")
     if not re.fullmatch(rf"{GITHUB}[\w.-]+/[\w.-]+", source):
         raise SystemExit(f"--source {source}: expected an address such as {SOURCE}.")
-    example = checkout / place.folder.replace("NAME", name)
+    example = checkout / "templates" / name
     if example.exists() and not (example / "trainkit/__init__.py").is_file():
         raise SystemExit(f"{example} is another example. Choose another --name.")
-    files, notes = make_files(kind, name, checkout, source)
+    files, notes = make_files(name, checkout, source)
     changed = [path for path, text in files.items() if write(checkout / path, text)]
     for own in ("configs", "docs", "images", "trainkit"):
         for path in [p for p in (example / own).rglob("*.*") if p.is_file()]:
@@ -215,14 +166,12 @@ def publish(kind: str, checkout: Path, name: str, source: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("place", choices=PLACES)
     parser.add_argument("--into", type=Path, required=True, help="the checkout")
-    parser.add_argument("--name", help="of the example's folder")
+    parser.add_argument("--name", default=NAME, help="of the template's folder")
     parser.add_argument("--source", default=SOURCE, help="this repository on GitHub")
     args = parser.parse_args()
-    name = args.name or PLACES[args.place].name
     try:
-        lines = publish(args.place, args.into.expanduser(), name, args.source)
+        lines = publish(args.into.expanduser(), args.name, args.source)
     except OSError as error:
         raise SystemExit(f"{error}. What is written is whole; run it again.") from None
     print(*lines, sep="\n")

@@ -1,6 +1,7 @@
 """Write README.md from README.ipynb, with what its cells showed in a smoke run.
 
-    python ci/render_readme.py           write it, with the outputs of the last run
+    python ci/render_readme.py           write it, with the outputs of the last run, and in
+                                         both, how large the package is
     python ci/render_readme.py --run     run the notebook first, on two CPU cores, 4 minutes
     python ci/render_readme.py --check   exit 1, with a diff, if it is out of date
 
@@ -113,6 +114,7 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """
     last = json.loads(OUTPUTS.read_text())
     shown, cells = last["cells"], []
+    caption = f"*Output on two CPU cores, {last['date']}:*"
     for cell in notebook.cells:
         cells.append(cell)
         if cell.cell_type != "code":
@@ -124,16 +126,13 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             )
         below = []
         if text := shown[cell.id]["text"]:
-            below.append(f"```text\n{text}\n```")
+            below.append(f"{caption}\n\n```text\n{text}\n```")
         if image := cell.metadata.get("image"):
             below.append(f"![{cell.metadata.alt}](images/{image})")
         if below:
             new = nbformat.v4.new_markdown_cell("\n\n".join(below))
             new.id = f"{cell.id}-shown"
             cells.append(new)
-    when = f"*Outputs on this page are from two CPU cores, on {last['date']}.*"
-    for first in [cell for cell in cells if cell.id.endswith("-shown")][:1]:
-        first.source += f"\n\n{when}"
     return nbformat.from_dict(notebook | {"cells": cells})
 
 
@@ -151,6 +150,14 @@ def render(notebook_path: Path) -> str:
     return to_markdown(with_outputs(nbformat.read(notebook_path, as_version=4)))
 
 
+def count_package(text: str) -> str:
+    """`text` with the size of the package as it is, such as "2,600 lines in 12 modules"."""
+    modules = [*(ROOT / "trainkit").glob("*.py")]
+    lines = sum(len(path.read_text().splitlines()) for path in modules)
+    size = f"{round(lines, -2):,} lines in {len(modules)} modules"
+    return re.sub(r"[\d,]+ lines in \d+ modules", size, text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true")
@@ -165,7 +172,9 @@ def main() -> int:
             "cells": collect(executed, folder),
         }
         OUTPUTS.write_text(json.dumps(last, indent=1) + "\n")
-    rendered = render(notebook)
+    if not options.check:
+        notebook.write_text(count_package(notebook.read_text()))
+    rendered = count_package(render(notebook))
     if not options.check:
         readme.write_text(rendered)
         return 0

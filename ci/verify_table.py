@@ -46,15 +46,5 @@ def row(report: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def verified(configuration: str) -> str:
-    """For the tutorial's table: what a report says of a file of configs/, if there is one."""
-    for path in sorted(REPORTS.glob("*.json")):
-        report = json.loads(path.read_text())
-        if report["configuration"] == configuration and not report["ended"]:
-            passed, checks, _ = tally(report)
-            return f"{passed} of {checks} checks on {report['date']}"
-    return "not yet"
-
-
 if __name__ == "__main__":
     print(*HEADER, *rows(map(Path, sys.argv[1:]) if sys.argv[1:] else None), sep="\n")

@@ -13,10 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import psutil
 import pytest
 import ray
+import ray.data
 import ray.train
 from conftest import read_arrays
 from notebook_module import initial_state
@@ -100,9 +102,11 @@ def interrupt(config) -> None:
 
 
 def kill_controller(config) -> None:
-    for process in psutil.process_iter(["cmdline"]):
-        if "ray::TrainController" in " ".join(process.info["cmdline"] or []):
-            return process.kill()
+    """That of the cluster that this process has started; other tests have their own."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "ray::TrainController" in " ".join(process.cmdline()):
+                return process.kill()
     raise AssertionError("no TrainController")
 
 
@@ -142,6 +146,7 @@ def state_of(config) -> list[np.ndarray]:
 def copy_run(config, copy):
     """Copy a run's folder to where the other configuration has its own, as if it were its."""
     shutil.copytree(config.run_path, copy.run_path)
+    (copy.run_path / "identity.json").unlink()
     snapshot = copy.run_path / "checkpoint_manager_snapshot.json"
     names = f"/{config.run_name}/", f"/{copy.run_name}/"
     snapshot.write_text(snapshot.read_text().replace(*names))
@@ -170,11 +175,10 @@ def at_step(step: int):
 
 def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
     """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
-    ranges = [range(config.eval_steps)]
-    if split == "train":
-        ranges = trainkit.token_files.step_ranges(config, first_step)
-    for steps in ranges:
-        yield from tutorial.read_batches(config, mesh, split, steps)
+    train = split == "train"
+    steps = range(first_step, config.max_steps) if train else range(config.eval_steps)
+    trainkit.token_files.read_in_order(ray.data.DataContext.get_current())  # as a worker
+    yield from tutorial.read_batches(config, mesh, split, steps)
 
 
 def losses_of_one_process(tutorial, config) -> list[float]:
@@ -182,9 +186,10 @@ def losses_of_one_process(tutorial, config) -> list[float]:
     config = dataclasses.replace(config, num_workers=1)
     mesh = trainkit.devices.make_mesh(config)
     state, losses = initial_state(tutorial, config, mesh), []
-    for windows in batches_of(tutorial, config, mesh):
-        state, metrics = tutorial.train_step(state, windows, config)
-        losses.append(float(metrics["loss"]))
+    with jax.set_mesh(mesh):
+        for windows in batches_of(tutorial, config, mesh):
+            state, metrics = tutorial.train_step(state, windows, config)
+            losses.append(float(metrics["loss"]))
     return losses
 
 

@@ -1,5 +1,6 @@
 """Tokens and tokenizers to try things with, and a few steps of training in this process."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax.extend.core
 import numpy as np
 import tokenizers
 
+ROOT = Path(__file__).resolve().parent.parent
 END = "<|endoftext|>"
 
 
@@ -79,20 +81,31 @@ def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Toke
 
 
 class Rows(NamedTuple):
-    """As much of a `ray.data.range` as a cluster isn't needed for."""
+    """As much of a `ray.data.from_numpy` as a cluster isn't needed for."""
 
-    n: int
+    parts: list[np.ndarray]
     read: Callable[[dict], dict] = dict
 
     def map_batches(self, read, batch_size=None):
         return self._replace(read=read)
 
     def iter_batches(self, batch_size, prefetch_batches=1) -> Iterator[dict]:
-        for start in range(0, self.n, batch_size):
-            yield self.read({"id": np.arange(start, min(start + batch_size, self.n))})
+        assert batch_size == 1
+        for part in self.parts:
+            rows = self.read({"data": part})
+            for i in range(len(part)):
+                yield {name: column[i : i + 1] for name, column in rows.items()}
 
 
 def without_a_cluster(monkeypatch) -> None:
-    """Let datasets be read in this process, in one block."""
-    monkeypatch.setattr("ray.data.range", lambda n, override_num_blocks: Rows(n))
-    monkeypatch.setattr("trainkit.token_files.in_order", lambda dataset: dataset)
+    """Let datasets be read in this process."""
+    monkeypatch.setattr("ray.data.from_numpy", Rows)
+
+
+def add_from_guide(tutorial, name: str) -> None:
+    """Define in the notebook what the guide's block with the function `name` defines."""
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/guide.md").read_text(), re.S
+    )
+    (block,) = [block for block in blocks if f"def {name}(" in block]
+    exec(block, vars(tutorial))

@@ -68,7 +68,7 @@ def test_file_that_is_no_text(tmp_path):
         ({"run_name": "a/b"}, ["run_name", "a/b"]),
         ({"run_name": ".."}, ["run_name", ".."]),
         ({"run_name": ""}, ["run_name"]),
-        ({"vocab_size": 0}, ["vocab_size", "greater than 0"]),
+        ({"vocab_size": 0}, ["vocab_size is 0", "2048 tokens"]),
         ({"learning_rate": float("inf")}, ["learning_rate", "finite"]),
         ({"learning_rate": float("nan")}, ["learning_rate"]),
         ({"grad_clip": float("inf")}, ["grad_clip", "finite"]),
@@ -148,7 +148,7 @@ def test_weights_that_are_cut_off(weights_in, tmp_path):
 
 
 def test_folder_without_weights(weights_in):
-    with pytest.raises(FileNotFoundError, match=r"init_from: .* no \*\.safetensors"):
+    with pytest.raises(FileNotFoundError, match="init_from: .* no model.safetensors"):
         weights_in(None)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: whole, pruned, readable for years, refused when damaged or half written."""
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -18,6 +19,11 @@ from accidents import batches_of, copy_run, disk_of
 from conftest import read_arrays
 from flax import nnx
 from notebook_module import abstract_state
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    CheckpointManager,
+)
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 import trainkit.checkpoints
 import trainkit.config
@@ -86,10 +92,10 @@ def hashes(tree) -> dict[str, str]:
 
 
 def test_an_old_checkpoint_is_still_read(tutorial):
-    """One from before trainkit: the model alone, and the whole state, bit for bit."""
+    """The first of its layout: the model alone, and the whole state, bit for bit."""
     expected = json.loads((DATA / "old_checkpoint/arrays.json").read_text())
     checkpoint = ray.train.Checkpoint(DATA / "old_checkpoint/step_00000003")
-    model = tutorial.load_model(checkpoint)
+    model = trainkit.generate.load_model(tutorial.create_model, checkpoint)
     params = hashes({"params": nnx.state(model, nnx.Param)})
     assert params == {k: v for k, v in expected.items() if k.startswith("params.")}
 
@@ -187,3 +193,30 @@ def test_resuming_late_is_as_quick_as_resuming_early(
     early, late = (min(seconds(step) for _ in range(3)) for step in (10, 100_000))
     print(f"first batch: {early:.2f} s at step 10, {late:.2f} s at step 100,000")
     assert late < 2 * early + 0.5
+
+
+def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small, tmp_path):
+    """Ray's own bookkeeping of four evaluations, with four more saves between each two."""
+    config = small(storage_path=str(tmp_path))
+    kept = tutorial.make_run_config(config).checkpoint_config
+    losses = {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
+
+    async def report_all() -> CheckpointManager:
+        storage = StorageContext(str(tmp_path), config.run_name)
+        manager = CheckpointManager(kept, storage)
+        for step in range(200, 4_001, 200):
+            line = {"step": step, "loss": 1.0}
+            if step in losses:
+                line["val_loss"] = losses[step]
+            saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
+            Path(saved.path).mkdir(parents=True)
+            metrics = trainkit.checkpoints.metrics_of(line)
+            manager.register_checkpoint(_TrainingReport(saved, metrics, False))
+        return manager
+
+    manager = asyncio.run(report_all())
+    left = [
+        trainkit.checkpoints.step_of(path.name) for path in tmp_path.glob("*/step_*")
+    ]
+    assert sorted(left) == [2_000, 3_000, 4_000]
+    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5

@@ -67,7 +67,7 @@ ONE_OF_EACH = {  # nothing is divided, skipped, traced, or taken by surprise
     "cpus_per_worker": 1.0,
     "scan_layers": False,
     "autoscaling": False,
-    "accept_changed_code": False,
+    "accept_changed_program": False,
     "profile_steps": None,
     "max_documents": None,
 }
@@ -292,9 +292,9 @@ def test_file_loads(path):
     devices = workers * config.devices_per_worker
     assert math.prod(config.mesh_shape(workers)) == devices
     config = dataclasses.replace(config, num_workers=workers)
-    scaling = trainkit.workers.scaling_config(config)
-    assert scaling.use_gpu == (config.platform == "gpu")
-    assert scaling.use_tpu == (config.platform == "tpu")
+    assert {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU"}[
+        config.platform
+    ] in config.resources_per_worker
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_file_loads(path):
         ({"batch_size": 10, "num_workers": 4}, ["8 or 12 would", "num_workers: 2"]),
         ({"fsdp": 3}, ["fsdp", "num_workers x devices_per_worker (2)"]),
         (
-            {"num_workers": [1, 3]},
+            {"num_workers": [1, 3], "batch_size": 8},
             [
                 "any number from 1 to 3, and 3 can't",
                 "batch_size (8)",
@@ -325,10 +325,10 @@ def test_file_loads(path):
         ({"num_workers": 3, "fsdp": 3, "batch_size": 9}, ["fsdp (3)", "n_embd (128)"]),
         (
             {"num_workers": 5, "tensor_parallel": 5, "n_head": 5, "n_embd": 125},
-            ["tensor_parallel (5)", "50304"],
+            ["tensor_parallel (5)", "2048"],
         ),
-        ({"decay_steps": 5}, ["decay_steps (5)", "warmup_steps (10)"]),
-        ({"learning_rate": 3e-5}, ["min_learning_rate (0.0002)", "rate (3e-05)"]),
+        ({"decay_steps": 5}, ["decay_steps (5)", "warmup_steps (20)"]),
+        ({"learning_rate": 3e-5}, ["min_learning_rate (0.0001)", "rate (3e-05)"]),
         ({"seed": 2**31}, ["seed", "less than"]),
         ({"attention": "cudnn"}, ["attention: cudnn", "platform: gpu", "cpu"]),
         ({"attention": "cudnn", "platform": "gpu"}, ["attention: cudnn", "bfloat16"]),
@@ -396,7 +396,7 @@ def test_run_name_follows_the_recipe():
             ROOT / "configs/smoke.yaml", **changes
         ).run_name
 
-    assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=1e-3)
+    assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=2e-3)
     assert name() != name(max_documents=9) != name(max_documents=8)
     free = {"loss_chunks": 2, "scan_layers": True, "device_batch_size": 1, "fsdp": 2}
     assert name() == name(**free)  # rounding, at most
@@ -509,11 +509,16 @@ def test_published_weights_bring_their_shape(tmp_path, monkeypatch):
     shape = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33}
     shape |= {"vocab_size": 1_237}
     monkeypatch.setattr("trainkit.huggingface.published_shape", lambda source: shape)
+    asked = []
+    monkeypatch.setattr(
+        "trainkit.huggingface.check_tokenizer", lambda *a: asked.append(a)
+    )
     path = tmp_path / "mine.yaml"
     path.write_text("init_from: somebody/a-gpt2\nn_head: 5\n")
     config = trainkit.config.load_config(path)
     assert {key: getattr(config, key) for key in shape} == shape
     assert config.init_from == "somebody/a-gpt2"
+    assert asked == [("somebody/a-gpt2", "gpt2")]
     with pytest.raises(ValueError, match="a-gpt2 has .*leave out what contradicts it"):
         trainkit.config.load_config(path, n_layer=4)
 

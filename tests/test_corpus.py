@@ -4,6 +4,7 @@ import dataclasses
 import http.server
 import json
 import math
+import os
 import re
 import shutil
 import threading
@@ -421,3 +422,22 @@ def test_documents_for_validation_are_spread_evenly(fraction):
         assert len(places) == math.ceil(fraction * size) and places[0] == 0
         gaps = {after - before for before, after in zip(places, places[1:])}
         assert all(abs(gap - 1 / fraction) < 1 for gap in gaps)
+
+
+def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
+    """In place, with the same length; a copy is the same text."""
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be")
+    config = small(dataset=str(tmp_path / "*.txt"))
+
+    def describe():
+        return trainkit.corpus.describe(config, trainkit.corpus.split)
+
+    path, found = Path(config.data_dir), describe()
+    path.mkdir(parents=True)
+    trainkit.token_files.write_manifest(path, found, 1, {})
+    os.utime(text, (0, 0))
+    assert trainkit.token_files.existing(config, describe())
+    text.write_text("to be or not to do")
+    with pytest.raises(FileExistsError, match="of another source: digest was"):
+        trainkit.token_files.existing(config, describe())

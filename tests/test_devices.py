@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import trainkit.devices
 
@@ -102,12 +104,14 @@ def test_losses_are_those_of_one_device(report, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_are_divided_as_the_table_says(tutorial, report, mesh):
     sizes = dict(zip(("data", "fsdp", "tensor"), MESHES[mesh]))
-    rules = dict(tutorial.SHARDING_RULES)
     assert report[mesh]["moments"], "the optimizer's moments are divided otherwise"
     for name, (shape, shard) in report[mesh]["shapes"].items():
         axes = logical_axes(name)
-        expected = [n // sizes.get(rules.get(a), 1) for n, a in zip(shape, axes)]
+        expected = [n // sizes.get(AXES.get(a), 1) for n, a in zip(shape, axes)]
         assert shard == expected, name
+
+
+AXES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 
 def logical_axes(name: str) -> tuple:
@@ -118,10 +122,9 @@ def logical_axes(name: str) -> tuple:
     axes = {
         "wte": ("vocab", "embed"),
         "wpe": (None, "embed"),
-        "c_attn": ("embed", None, "heads"),
         "c_fc": ("embed", "mlp"),
         "c_proj": ("mlp" if ".mlp." in name else "heads", "embed"),
-    }[module]
+    }.get(module, ("embed", "heads"))  # query, key, value
     return axes[1:] if leaf == "bias" else axes
 
 
@@ -143,19 +146,19 @@ def test_collectives_are_the_expected_ones(report):
 
 
 def batches_for(config, numbers):
-    """One worker's rows, whose windows have these numbers."""
-    for sequence in np.reshape(numbers, (-1, config.batch_size)):
-        tokens = np.repeat(sequence[:, None], config.block_size + 1, axis=1)
-        yield {"sequence": sequence, "tokens": tokens.astype(np.uint16)}
+    """One worker's rows, step by step, of windows with these numbers."""
+    for step in np.reshape(numbers, (-1, 1, config.batch_size)):
+        tokens = np.repeat(step[..., None], config.block_size + 1, axis=-1)
+        yield {"numbers": step, "tokens": tokens.astype(np.uint16)}
 
 
-def test_batches_begin_at_the_step_of_the_checkpoint(small):
-    config, numbers = small(), range(8, 20)
+def test_batches_are_those_of_the_numbers(small):
+    config, numbers = small(), np.arange(8, 20).reshape(3, 4)
     mesh = trainkit.devices.make_mesh(config)
     batches = batches_for(config, numbers)
-    found = list(trainkit.devices.global_batches(batches, config, mesh, first_step=2))
+    found = list(trainkit.devices.global_batches(batches, numbers, config, mesh))
     assert [batch.shape for batch in found] == [(4, 17)] * 3
-    assert np.concatenate(found)[:, 0].tolist() == list(numbers)
+    assert np.concatenate(found)[:, 0].tolist() == list(range(8, 20))
     assert found[0].sharding == trainkit.devices.batch_sharding(mesh)
 
 
@@ -167,28 +170,96 @@ def test_one_batch_is_fetched_ahead(small):
             order.append("fetched")
             yield batch
 
-    config, order = small(), []
-    mesh, batches = trainkit.devices.make_mesh(config), batches_for(config, range(16))
-    for _ in trainkit.devices.global_batches(fetched(batches), config, mesh):
+    config, order, numbers = small(), [], np.arange(16).reshape(4, 4)
+    mesh, batches = trainkit.devices.make_mesh(config), batches_for(config, numbers)
+    for _ in trainkit.devices.global_batches(fetched(batches), numbers, config, mesh):
         order.append("used")
     assert order == ["fetched", *["fetched", "used"] * 3, "used"]
 
 
 @pytest.mark.parametrize(
-    "numbers, step",
+    "numbers, message",
     [
-        ([0, 1, 2, 3, 4, 6, 7, 8], 1),  # 5 is missing
-        ([0, 1, 2, 3, 3, 4, 5, 6], 1),  # 3 comes twice
-        ([0, 2, 1, 3, 4, 5, 6, 7], 0),
-        ([4, 5, 6, 7, 8, 9, 10, 11], 0),
+        ([0, 1, 2, 3, 4, 6, 7, 8], r"the windows \[4 5 6 7\], found \[4 6 7 8\]"),
+        ([0, 1, 2, 3, 3, 4, 5, 6], r"the windows \[4 5 6 7\], found \[3 4 5 6\]"),
+        ([0, 2, 1, 3, 4, 5, 6, 7], r"the windows \[0 1 2 3\], found \[0 2 1 3\]"),
+        ([4, 5, 6, 7, 8, 9, 10, 11], r"the windows \[0 1 2 3\], found \[4 5 6 7\]"),
+        ([0, 1, 2, 3], "the windows of 2 steps, found 1"),
     ],
 )
-def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, step):
-    config = small()
+def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, message):
+    config, expected = small(), np.arange(8).reshape(2, 4)
     batches = batches_for(config, numbers)
     mesh = trainkit.devices.make_mesh(config)
-    with pytest.raises(RuntimeError, match=f"step {step}: expected the windows"):
-        list(trainkit.devices.global_batches(batches, config, mesh))
+    with pytest.raises(RuntimeError, match=f"expected {message}"):
+        list(trainkit.devices.global_batches(batches, expected, config, mesh))
+
+
+def specs_of(rules, fsdp=2, tensor=2, **shapes) -> dict[str, tuple]:
+    """How arrays of these names and shapes are divided; "__" stands for a slash."""
+    arrays = {}
+    for name, shape in shapes.items():
+        *modules, leaf = name.split("__")
+        inner = arrays
+        for module in modules:
+            inner = inner.setdefault(module, {})
+        inner[leaf] = nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
+    mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
+    specs = trainkit.devices.parameter_specs(nnx.State(arrays), rules, mesh)
+    leaves = jax.tree.leaves_with_path(specs)
+    return {trainkit.devices.name_of(path): tuple(spec) for path, spec in leaves}
+
+
+def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides():
+    found = specs_of(
+        (),
+        fsdp=4,
+        a__kernel=(6, 8),
+        a__bias=(8,),
+        b__kernel=(16, 8),
+        b__bias=(8,),
+        c__kernel=(6, 9),
+        d__w=(3, 4, 12),
+        e__scale=(8,),
+        f__alpha=(),
+    )
+    assert found == {
+        "a/kernel": (None, "fsdp"),
+        "a/bias": ("fsdp",),
+        "b/kernel": ("fsdp", None),
+        "b/bias": (None,),
+        "c/kernel": (None, None),
+        "d/w": (None, None, "fsdp"),
+        "e/scale": (None,),
+        "f/alpha": (),
+    }
+
+
+def test_the_first_row_that_fits_counts():
+    rules = (("up/first", ("tensor", None)), ("first", ("fsdp", "tensor")))
+    found = specs_of(
+        rules, up__first__kernel=(2, 4), first__kernel=(2, 4), first__bias=(4,)
+    )
+    assert found == {
+        "up/first/kernel": ("tensor", None),
+        "first/kernel": ("fsdp", "tensor"),
+        "first/bias": ("tensor",),
+    }
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (("nothing", ("fsdp", None)), "nothing fits no parameter"),
+        (("lay", ("fsdp", None)), "lay fits no parameter"),  # a part of a word
+        (("layer", ("fsdp",)), "layer fits no parameter with as many axes"),
+        (("layer", (None, "fsdp")), r"layer/kernel, \[4, 3\], over fsdp, and 3 is no"),
+        (("layer/kernel", ("tensor", "tensor")), "over tensor, and 3 is no multiple"),
+    ],
+)
+def test_rows_that_cannot_be_followed_are_refused(rule, message):
+    with pytest.raises(ValueError, match=f"SHARDING_RULES: .*{message}"):
+        specs_of((rule,), layer__kernel=(4, 3))
 
 
 NODES = """
@@ -224,7 +295,7 @@ from flax import nnx
 from types import SimpleNamespace
 import trainkit.devices as devices, trainkit.gradients as gradients
 
-RULES = (("embed", "fsdp"), ("mlp", "tensor"))
+RULES = (("kernel", ("fsdp", "tensor")),)
 rng = np.random.default_rng(0)
 kernel = rng.normal(size=(8, 4)).astype(np.float32)
 bias = rng.normal(size=4).astype(np.float32)
@@ -233,27 +304,28 @@ seen = []
 
 class Toy(nnx.Module):
     def __init__(self):
-        part = nnx.with_partitioning
-        self.kernel = nnx.Param(part(lambda: jnp.asarray(kernel), ("embed", "mlp"))())
-        self.bias = nnx.Param(part(lambda: jnp.asarray(bias), ("mlp",))())
+        self.kernel, self.bias = nnx.Param(jnp.asarray(kernel)), nnx.Param(jnp.asarray(bias))
 
-def loss_and_gradients(params, windows):
+def loss_and_gradients(params, windows, key):
     seen.append([list(params["kernel"].shape), list(windows.shape)])
     loss = lambda p: jnp.mean(jnp.tanh(windows @ p["kernel"][...] + p["bias"][...]) ** 2)
     return jax.value_and_grad(loss)(params)
 
 def run(data, fsdp, tensor):
     config = SimpleNamespace(
-        mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16
+        mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16,
+        micro_batches=1, compute_dtype="float32", scan_layers=False,
     )
     mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
     seen.clear()
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+    with jax.set_mesh(mesh):
         params = nnx.state(Toy())
+        specs = devices.parameter_specs(params, RULES, mesh)
+        place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        params = jax.tree.map(place, params, specs)
         batch = jax.device_put(windows, devices.batch_sharding(mesh))
-        mean = lambda p, w: gradients.mean_over_devices(loss_and_gradients, p, w, RULES)
+        mean = lambda p, w: gradients.mean(loss_and_gradients, p, w, config, RULES)
         loss, found = jax.jit(mean)(params, batch)
-        hint = jax.jit(devices.divide_windows)(jnp.zeros((16, 3, 2)))
     return {
         "loss": float(loss),
         "kernel": np.asarray(found["kernel"][...]).tolist(),
@@ -261,7 +333,6 @@ def run(data, fsdp, tensor):
         "part": list(found["kernel"][...].addressable_shards[0].data.shape),
         "seen": seen[0],
         "rows": devices.local_rows(config, mesh).tolist(),
-        "hint": list(hint.addressable_shards[0].data.shape),
         "grid": [d.id for d in mesh.devices.ravel()],
         "axes": list(mesh.axis_names),
     }
@@ -299,7 +370,6 @@ def test_gradients_of_a_layer_are_numpys_on_each_mesh(toys, shape):
     np.testing.assert_allclose(found["bias"], slope.sum(axis=0), atol=1e-6)
     assert found["seen"] == [[8, 4], [16 // (data * fsdp), 8]]
     assert found["part"] == [8 // fsdp, 4 // tensor]
-    assert found["hint"] == [16 // (data * fsdp), 3, 2]
     assert found["rows"] == list(range(16))
     assert sorted(found["grid"]) == list(range(data * fsdp * tensor))
     assert found["axes"] == ["data", "fsdp", "tensor"]

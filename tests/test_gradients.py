@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
-from samples import equations
 
 import trainkit.gradients
 import trainkit.layers
@@ -80,29 +79,6 @@ def test_the_loss_scatters_nothing():
     assert " scatter(" not in compiled.lower(*inputs).compile().as_text()
 
 
-def test_gelu_is_gpt2s_and_keeps_its_input_only():
-    x = jnp.linspace(-4, 4, 101)
-    theirs = partial(nnx.gelu, approximate=True)
-    np.testing.assert_array_equal(trainkit.layers.gelu(x), theirs(x))
-    slopes = [jax.vmap(jax.grad(f))(x) for f in (trainkit.layers.gelu, theirs)]
-    np.testing.assert_allclose(*slopes, atol=1e-6)
-    _, backward = jax.vjp(trainkit.layers.gelu, x)
-    kept = [leaf for leaf in jax.tree.leaves(backward) if jnp.shape(leaf) == x.shape]
-    assert len(kept) == 1
-    np.testing.assert_array_equal(kept[0], x)
-
-
-def test_query_key_and_value_are_those_of_one_product():
-    linear = nnx.LinearGeneral(8, (3, 8), rngs=nnx.Rngs(0))
-    linear.bias[...] = jnp.arange(24.0).reshape(3, 8)
-    x = jax.random.normal(jax.random.key(1), (2, 5, 8))
-    expected = jnp.unstack(linear(x).reshape(2, 5, 3, 4, 2), axis=2)
-    for part, wanted in zip(
-        trainkit.layers.project_to_heads(linear, x, 4), expected, strict=True
-    ):
-        np.testing.assert_allclose(part, wanted, atol=1e-6)
-
-
 def test_only_kernels_are_cast():
     """Embeddings, biases, and norms stay as exact as they are."""
     params = nnx.State(
@@ -111,7 +87,8 @@ def test_only_kernels_are_cast():
             "wte": {"embedding": nnx.Param(jnp.ones(3))},
         }
     )
-    cast = trainkit.gradients.cast_kernels(params, "bfloat16")
+    half = SimpleNamespace(compute_dtype="bfloat16")
+    cast = trainkit.gradients.fetch(params, None, half)
     types = {".".join(path): x[...].dtype for path, x in nnx.to_flat_state(cast)}
     float32 = {"a.bias": jnp.float32, "wte.embedding": jnp.float32}
     assert types == {"a.kernel": jnp.bfloat16} | float32
@@ -143,6 +120,20 @@ def run(data, fsdp, tensor, **changes):
         losses.append(float(metrics["loss"]))
     return losses, program.collectives(program.parse(step.as_text()))
 
+def drawn(data, fsdp, **changes):
+    # The first losses, with the key of each device and micro-batch.
+    config = trainkit.config.TrainingConfig(
+        vocab_size=1000, block_size=32, n_layer=1, n_head=8, n_embd=64, batch_size=16,
+        platform="cpu", compute_dtype="float32", loss_chunks=2, **changes)
+    model, losses = tutorial.create_model(config, config.seed), []
+    step_key = jax.random.fold_in(jax.random.key(config.seed), 0)
+    for device, rows in enumerate(np.split(windows[0], data * fsdp)):
+        for index in range(2):
+            key = jax.random.fold_in(jax.random.fold_in(step_key, device), index)
+            rngs = tutorial.nnx.Rngs(dropout=key)
+            losses.append(float(tutorial.loss_fn(model, rows[index::2], rngs)))
+    return losses
+
 print(json.dumps({
     "one device": run(1, 1, 1),
     "data": run(8, 1, 1),
@@ -150,8 +141,13 @@ print(json.dumps({
     "fsdp": run(1, 8, 1),
     "data and fsdp": run(2, 4, 1),
     "all three": run(2, 2, 2),
-    "dropout, one device": run(1, 1, 1, dropout=0.3),
-    "dropout, data": run(8, 1, 1, dropout=0.3),
+    "fsdp, by layer": run(1, 8, 1, scan_layers=True),
+    "data and fsdp, by layer": run(2, 4, 1, scan_layers=True),
+    "all three, by layer": run(2, 2, 2, scan_layers=True),
+    "by layer, bfloat16": run(2, 4, 1, scan_layers=True, compute_dtype="bfloat16"),
+    "dropout, bfloat16": run(8, 1, 1, dropout=0.3, compute_dtype="bfloat16"),
+    "dropout": run(2, 4, 1, dropout=0.3),
+    "dropout by hand": drawn(2, 4, dropout=0.3),
 }))
 """
 
@@ -173,23 +169,42 @@ def runs():
 
 
 MESHES = ["data", "fsdp", "data and fsdp", "all three"]
+BY_LAYER = [f"{mesh}, by layer" for mesh in MESHES[1:]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*MESHES, "dropout, data"])
+@pytest.mark.parametrize("mesh", [*MESHES, *BY_LAYER])
 def test_losses_of_two_micro_batches_are_those_of_one_device(runs, mesh):
-    alone = "dropout, one device" if "dropout" in mesh else "one device"
-    np.testing.assert_allclose(runs[mesh][0], runs[alone][0], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(runs[mesh][0], runs["one device"][0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*MESHES, "data, bfloat16"])
+def test_each_device_and_micro_batch_draws_anew(runs):
+    losses = runs["dropout by hand"]
+    assert len(set(losses)) == len(losses) == 16
+    assert runs["dropout"][0][0] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, "data, bfloat16", "dropout, bfloat16"])
 def test_gradients_meet_once_a_step_in_float32(runs, mesh):
     collectives = runs[mesh][1]
     sums = [c for c in collectives if c["kind"] in ("all-reduce", "reduce-scatter")]
     if mesh != "all three":  # tensor parallelism sums activations, layer by layer
         assert sums and not any(c["in_loop"] for c in collectives)
     assert all("bf16" not in c["arrays"] for c in sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data and fsdp, by layer", "by layer, bfloat16"])
+def test_by_layer_parts_are_summed_over_data_once_a_step(runs, mesh):
+    """In the loop, a layer is fetched, and its gradients are summed in float32 over fsdp."""
+    collectives = runs[mesh][1]
+    inside = [c for c in collectives if c["in_loop"]]
+    assert {c["kind"] for c in inside} == {"all-gather", "reduce-scatter"}
+    sums = [c for c in collectives if c["kind"] != "all-gather"]
+    assert all("bf16" not in c["arrays"] for c in sums)
+    assert any(c["kind"] == "all-reduce" for c in sums)
 
 
 @pytest.mark.slow
@@ -203,34 +218,9 @@ def test_fsdp_sums_no_matrix_whole(runs):
 
 def test_kernels_alone_are_cast(tutorial, small):
     params = tutorial.create_state(small()).params
-    cast = nnx.to_flat_state(trainkit.gradients.cast_kernels(params, "bfloat16"))
+    half = small(compute_dtype="bfloat16")
+    cast = nnx.to_flat_state(trainkit.gradients.fetch(params, None, half))
     dtypes = {(path[-1], str(param[...].dtype)) for path, param in cast}
     others = {(name, "float32") for name in ("bias", "scale", "embedding")}
     assert dtypes == {("kernel", "bfloat16"), *others}
     assert len(cast) == len(nnx.to_flat_state(params))
-
-
-@pytest.mark.parametrize("dropout, maps", [(0.0, 1), (0.1, 0)])
-def test_with_dropout_each_window_of_every_device_has_its_own_draw(
-    tutorial, small, dropout, maps
-):
-    """Devices that drew apart, with one key, would all draw the same."""
-    config = small(dropout=dropout, num_workers=4)
-    state = jax.eval_shape(lambda: tutorial.create_state(config))
-    windows = jax.ShapeDtypeStruct((4, config.block_size + 1), np.uint16)
-
-    def step(state, windows):
-        return trainkit.gradients.mean(
-            lambda params, windows, key: (jnp.zeros(()), params),
-            state,
-            windows,
-            config,
-            tutorial.SHARDING_RULES,
-        )
-
-    mesh = jax.sharding.AbstractMesh(
-        (2, 2, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(step)(state, windows)
-    assert len(equations(jaxpr.jaxpr, "shard_map")) == maps

@@ -17,9 +17,11 @@ from conftest import WITH_PYTORCH
 from flax import nnx
 from peers import ODD, SMALL, make_peer, ours
 from safetensors.numpy import load_file, save_file
+from samples import byte_pairs
 
 import trainkit.config
 import trainkit.huggingface
+import trainkit.tokenizers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +48,7 @@ def save(model, path) -> ray.train.Checkpoint:
         pytest.param(ODD, 33, id="odd"),
         pytest.param(SMALL, 24, id="124M", marks=pytest.mark.slow),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_the_same_function(tutorial, small, peer, shape, length):
     theirs, folder = peer(shape)
@@ -64,7 +67,7 @@ def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
     _, folder = peer(ODD)
     model = ours(tutorial, small, folder)
     checkpoint = save(model, tmp_path / "checkpoint")
-    model = tutorial.load_model(checkpoint)
+    model = trainkit.generate.load_model(tutorial.create_model, checkpoint)
     exported = trainkit.huggingface.export(model, tmp_path / "exported")
     before = load_file(folder / "model.safetensors")
     after = load_file(exported / "model.safetensors")
@@ -133,8 +136,174 @@ def test_bad_folders_name_the_tensor(tutorial, small, peer, tmp_path):
         ours(tutorial, small, folder)
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="no tensor h.1.mlp.c_fc.weight"):
+    with pytest.raises(ValueError, match="lacks h.1.mlp.c_fc.weight"):
         ours(tutorial, small, folder)
+
+
+def stray(folder, tensors):
+    save_file({"wte.weight": np.zeros(3, np.float32)}, folder / "old.safetensors")
+
+
+def as_float16(folder, tensors):
+    half = {name: value.astype(np.float16) for name, value in tensors.items()}
+    save_file(half, folder / "model.safetensors")
+
+
+def with_masks(folder, tensors):
+    """As in OpenAI's own files on the hub, whose names have no prefix."""
+    plain = {k.removeprefix("transformer."): v for k, v in tensors.items()}
+    masks = {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8)}
+    save_file(plain | masks, folder / "model.safetensors")
+
+
+def with_a_tied_head(folder, tensors):
+    head = {"lm_head.weight": tensors["transformer.wte.weight"].copy()}
+    save_file(tensors | head, folder / "model.safetensors")
+
+
+def in_shards(folder, tensors):
+    """With another file beside, which the index doesn't name."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    stray(folder, tensors)
+    where = {name: file for file, part in files.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+
+
+@pytest.mark.parametrize(
+    "change", [stray, as_float16, with_masks, with_a_tied_head, in_shards]
+)
+def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
+    theirs, folder = peer(ODD)
+    change(folder, load_file(folder / "model.safetensors"))
+    model = ours(tutorial, small, folder)
+    tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
+    if change is as_float16:
+        theirs = theirs.half().float()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(model(tokens), expected, atol=2e-6)
+
+
+def test_bfloat16_is_read_as_it_is(tutorial, small, peer):
+    theirs, folder = peer(ODD)
+    theirs.bfloat16().save_pretrained(folder)
+    found = ours(tutorial, small, folder).wte.embedding[...][: ODD["vocab_size"]]
+    expected = theirs.transformer.wte.weight.float().detach().numpy()
+    np.testing.assert_array_equal(found, expected)
+
+
+def edit(**others):
+    """Tensors to add or, if None, to take away."""
+
+    def change(folder, tensors):
+        for name, value in others.items():
+            tensors[name] = value
+        kept = {k: v for k, v in tensors.items() if v is not None}
+        save_file(kept, folder / "model.safetensors")
+
+    return change
+
+
+def configure(**others):
+    def change(folder, tensors):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | others))
+
+    return change
+
+
+def both_forms(folder, tensors):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+
+
+def a_shard_less(folder, tensors):
+    in_shards(folder, tensors)
+    (folder / "b.safetensors").unlink()
+
+
+def an_index_that_names_more(folder, tensors):
+    in_shards(folder, tensors)
+    save_file({"transformer.wte.weight": np.zeros(3)}, folder / "a.safetensors")
+
+
+def cut_off(folder, tensors):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_weights(folder, tensors):
+    (folder / "model.safetensors").unlink()
+    stray(folder, tensors)
+
+
+WTE = "transformer.wte.weight"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            configure(vocab_size=1240),
+            r"wte.weight .* \(1237, 80\), expected \(1240, 80\)",
+        ),
+        (configure(n_positions=40), r"wpe.weight .* \(33, 80\), expected \(40, 80\)"),
+        (configure(n_layer=2), "has tensors that a GPT-2 hasn't: h.2."),
+        (configure(n_layer=4), "lacks h.3."),
+        (configure(n_inner=100), "n_inner 100, expected 320"),
+        (
+            configure(add_cross_attention=True),
+            "add_cross_attention True, expected False",
+        ),
+        (configure(quantization_config={"bits": 8}), "quantization_config {'bits': 8}"),
+        (
+            edit(**{"lm_head.weight": np.zeros((1237, 80))}),
+            "lm_head.weight and wte.weight",
+        ),
+        (edit(**{"wte.weight": np.zeros((1237, 80))}), "has wte.weight twice"),
+        (
+            edit(**{WTE: np.zeros((1237, 80), np.int8)}),
+            "has wte.weight as I8; expected",
+        ),
+        (edit(**{"adapter.weight": np.zeros(3)}), "a GPT-2 hasn't: adapter.weight"),
+        (edit(**{"transformer.ln_f.bias": None}), "lacks ln_f.bias"),
+        (both_forms, "has both model.safetensors and model.safetensors.index.json"),
+        (a_shard_less, "has no b.safetensors"),
+        (an_index_that_names_more, "a.safetensors and the index differ in"),
+        (cut_off, "model.safetensors can't be read .* cut off"),
+        (without_weights, "has no model.safetensors, and no"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_weights_that_are_others_are_refused(tutorial, small, peer, change, message):
+    _, folder = peer(ODD)
+    change(folder, load_file(folder / "model.safetensors"))
+    with pytest.raises(
+        (ValueError, FileNotFoundError), match=f"init_from: .*{message}"
+    ):
+        ours(tutorial, small, folder)
+
+
+def test_a_tokenizer_that_comes_with_weights_is_the_runs(peer, tmp_path):
+    _, folder = peer(ODD)
+    path = tmp_path / "config.yaml"
+    path.write_text(f"init_from: {folder}\nplatform: cpu\n")
+    load = trainkit.config.load_config
+    assert load(path).vocab_size == 1237  # none comes with them: it isn't known
+    byte_pairs(folder / "tokenizer.json", ["the value of some words"], 300)
+    with pytest.raises(
+        ValueError, match=f"tokenizer: that of {folder}, .*'The value of"
+    ):
+        load(path)
+    assert load(path, tokenizer=str(folder)).tokenizer == str(folder)
+    trainkit.huggingface.their_tokenizer(
+        trainkit.tokenizers.load("gpt2")
+    ).save_pretrained(folder)
+    assert load(path).tokenizer == "gpt2"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +387,9 @@ def test_a_checkpoint_of_gpus_answers_on_a_cpu(tutorial, small, tmp_path):
     """With the attention that runs here, for which its configuration need not change."""
     shape = {"n_embd": 32, "n_head": 2, "compute_dtype": "bfloat16"}
     model = tutorial.create_model(small(platform="gpu", attention="cudnn", **shape))
-    loaded = tutorial.load_model(save(model, tmp_path / "step"))
+    loaded = trainkit.generate.load_model(
+        tutorial.create_model, save(model, tmp_path / "step")
+    )
     tokens = np.arange(8)[None]
     alike = tutorial.create_model(small(attention="xla", **shape))
     np.testing.assert_array_equal(loaded(tokens), alike(tokens))

@@ -47,8 +47,9 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
         r"```bash\n(jupyter nbconvert --to python.*?)```", guide, re.S
     )
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
-    while True:
-        result = subprocess.run(
+
+    def submit() -> subprocess.CompletedProcess:
+        return subprocess.run(
             ["bash", "-e", "-c", commands.replace("127.0.0.1:8265", dashboard)],
             cwd=folder,
             env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
@@ -56,6 +57,9 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
             text=True,
             timeout=500,
         )
+
+    while True:
+        result = submit()
         # A cluster takes jobs a few seconds after it has started.
         if "No available agent" not in result.stderr or time.monotonic() > deadline:
             break
@@ -65,3 +69,11 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     # No aside: neither step 1's program, which reports this, nor drill nor stream.
     assert "'points in a batch': 64" not in result.stdout + result.stderr
     assert {path.parent.name for path in storage.glob("runs/*/step_*")} == {"job"}
+
+    # With another step, the second job ends before it trains.
+    page = folder / "README.ipynb"
+    assert page.read_text().count("TrainState(state.step + 1,") == 1
+    page.write_text(page.read_text().replace("(state.step + 1,", "(state.step + 2,"))
+    result = submit()
+    assert result.returncode and "step 6 | " not in result.stdout
+    assert "holds a run with another program" in result.stdout + result.stderr

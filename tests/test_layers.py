@@ -31,11 +31,7 @@ def test_splash_attention_equals_the_plain_one():
         (_, y), gradients = jax.jit(gradient)(q, k, v)
         return y, *gradients
 
-    config = trainkit.config.TrainingConfig(platform="cpu")
-    with (
-        jax.set_mesh(trainkit.devices.make_mesh(config)),
-        pltpu.force_tpu_interpret_mode(),
-    ):
+    with pltpu.force_tpu_interpret_mode():
         for plain, fast in zip(run("xla"), run("splash")):
             np.testing.assert_allclose(fast, plain, atol=1e-4)
 
@@ -108,50 +104,33 @@ def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
     assert (kept(5) - kept(2)) / 3 == pytest.approx(expected, rel=0.02)
 
 
-def test_heads_are_three_products_and_their_biases():
-    rng = np.random.default_rng(0)
-    linear = nnx.LinearGeneral(6, (3, 6), rngs=nnx.Rngs(0))
-    kernel, bias = rng.normal(size=(6, 3, 6)), rng.normal(size=(3, 6))
-    linear.kernel[...], linear.bias[...] = kernel, bias
-    x = rng.normal(size=(2, 5, 6))
-    found = trainkit.layers.project_to_heads(linear, jnp.asarray(x), n_head=2)
-    expected = np.tensordot(x, kernel, 1) + bias  # [B, T, 3, D]
-    for i, part in enumerate(found):
-        np.testing.assert_allclose(
-            part, expected[:, :, i].reshape(2, 5, 2, 3), rtol=1e-5
-        )
-    assert len(found) == 3
-
-
-def test_a_kernel_gets_its_devices_windows_and_heads():
+def test_a_kernel_gets_its_devices_heads():
     """XLA can't divide a kernel's work; the plain attention it can."""
     config = trainkit.config.TrainingConfig(platform="cpu")
     mesh = trainkit.devices.make_mesh(config)
     q = jnp.zeros((1, trainkit.config.SPLASH_BLOCK, 2, 64))
     windows = PartitionSpec(("data", "fsdp"))
 
-    def specs(kind, own_windows):
+    def specs(kind, *manual):
         def attend(q):
             return trainkit.layers.attend(kind, q, q, q)
 
-        if own_windows:  # as in gradients.mean_over_devices
-            attend = jax.shard_map(
-                attend,
-                in_specs=windows,
-                out_specs=windows,
-                axis_names={"data", "fsdp"},
-                check_vma=False,
-            )
+        attend = jax.shard_map(  # as in gradients.over_devices
+            attend,
+            in_specs=windows,
+            out_specs=windows,
+            axis_names={"data", "fsdp", *manual},
+            check_vma=False,
+        )
         with jax.set_mesh(mesh):
             maps = equations(jax.make_jaxpr(attend)(q).jaxpr, "shard_map")
         return [(set(each["newly_manual_axes"]), each["in_specs"][-1]) for each in maps]
 
     outer = ({"data", "fsdp"}, windows)
     heads = PartitionSpec(None, None, "tensor")
-    divided = ({"data", "fsdp", "tensor"}, PartitionSpec(*windows, None, "tensor"))
-    assert specs("xla", False) == [] and specs("xla", True) == [outer]
-    assert specs("splash", False) == [divided]
-    assert specs("splash", True) == [outer, ({"tensor"}, heads)]
+    assert specs("xla") == [outer]
+    assert specs("splash") == [outer, ({"tensor"}, heads)]
+    assert specs("splash", "tensor") == [({"data", "fsdp", "tensor"}, windows)]
 
 
 def test_attention_is_pytorchs():

@@ -6,6 +6,7 @@ the same loop on real workers.
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -34,9 +35,11 @@ def windows_of(config, split) -> np.ndarray:
 
 def training_windows(tutorial, config, steps, rows=None) -> np.ndarray:
     """[steps, rows, T + 1]."""
-    dataset = tutorial.make_token_dataset(config, "train", steps, rows)
-    size = config.batch_size if rows is None else len(rows)
-    return np.stack([batch["tokens"] for batch in dataset.iter_batches(size)])
+    numbers = trainkit.token_files.window_numbers(config, "train", steps, rows)
+    dataset = tutorial.make_token_dataset(config, "train", numbers)
+    batches = list(dataset.iter_batches(1))
+    np.testing.assert_array_equal([batch["numbers"][0] for batch in batches], numbers)
+    return np.stack([batch["tokens"][0] for batch in batches])
 
 
 def test_each_epoch_has_each_window_in_an_order_of_its_own(
@@ -77,13 +80,10 @@ def test_windows_follow_the_step_and_the_place(
         training_windows(tutorial, config, range(3, 6), np.array([1, 3])),
         whole[3:6, [1, 3]],
     )
-    dataset = tutorial.make_token_dataset(
-        config, "train", range(3, 5), np.array([1, 3])
-    )
-    sequences = [batch["sequence"].tolist() for batch in dataset.iter_batches(2)]
-    assert sequences == [[13, 15], [17, 19]]
-    val = tutorial.make_token_dataset(config, "val", range(1, 3))
-    found = np.concatenate([batch["tokens"] for batch in val.iter_batches(3)])
+    numbers = trainkit.token_files.window_numbers(config, "val", range(1, 3))
+    assert numbers.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    val = tutorial.make_token_dataset(config, "val", numbers)
+    found = np.concatenate([batch["tokens"][0] for batch in val.iter_batches(1)])
     np.testing.assert_array_equal(found, windows_of(config, "val")[4:12])
 
 
@@ -174,7 +174,9 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
     log = log_of(odd)
     assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
     assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
-    assert [metrics for _, metrics in reports] == [log[s] for s in (4, 5, 8, 10, 11)]
+    lines = [log[step] for step in (4, 5, 8, 10, 11)]
+    expected = [{"val_loss": math.inf} | line for line in lines]
+    assert [metrics for _, metrics in reports] == expected
     assert told == [77.0, *range(1, 12), "stop"]
 
 
@@ -203,7 +205,9 @@ def test_validation_loss_is_the_mean_over_the_first_windows(tutorial, play, odd)
     reports, _ = play(odd)
     windows = windows_of(odd, "val")[:12].astype(np.int32)
     (folder,) = (odd.run_path / name for name, _ in reports[-1:])
-    model = tutorial.load_model(ray.train.Checkpoint(str(folder)))
+    model = trainkit.generate.load_model(
+        tutorial.create_model, ray.train.Checkpoint(str(folder))
+    )
     logits = np.asarray(model(windows[:, :-1]), np.float64)
     logits = logits[..., : odd.vocab_size]
     log_sum = np.log(np.exp(logits).sum(axis=-1))
@@ -247,10 +251,13 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd, monkeypatch)
 
 def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     """Nothing starts: what the request says, on each platform."""
-    checked = []
-    monkeypatch.setattr(
-        trainkit.launch, "check", lambda *given, **named: checked.append((given, named))
-    )
+    guarded = []
+
+    def guard(trainer, *given):
+        guarded.append(given)
+        return trainer
+
+    monkeypatch.setattr(trainkit.launch, "guard", guard)
 
     def make(**changes):
         config = small(**{"num_workers": 2, "max_failures": 5} | changes)
@@ -265,10 +272,9 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     environment = trainkit.workers.environment(config)
     assert run.worker_runtime_env == {"env_vars": environment}
     assert trainer.train_loop_config == dataclasses.asdict(config)
-    assert trainer.scaling_config == trainkit.workers.scaling_config(config)
-    functions = ("create_state", "train_step", "make_token_dataset")
-    code = tuple(getattr(tutorial, name) for name in functions)
-    assert checked == [((config,), {"code": code})]
+    functions = ("create_state", "train_step", "eval_step")
+    program = (getattr(tutorial, name) for name in functions)
+    assert guarded == [(config, *program)]
     joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
     for platform, expected in joins.items():
         changes = {"num_workers": 1} if platform == "tpu" else {}

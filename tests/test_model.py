@@ -5,13 +5,16 @@ import math
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import ray.train
 from flax import nnx
 from samples import random_tokens
 
+import trainkit.checkpoints
 import trainkit.config
+import trainkit.launch
 import trainkit.states
 
 
@@ -72,10 +75,8 @@ def test_logits_have_shape_dtype_and_no_padding(tutorial, small):
     config = small(compute_dtype="bfloat16")
     model = tutorial.create_model(config)
     logits = model(random_tokens(config, (3, 16)))
-    assert logits.shape == (3, 16, config.padded_vocab_size)
-    assert logits.dtype == jnp.bfloat16
-    assert np.isneginf(logits[..., config.vocab_size :].astype(np.float32)).all()
-    assert np.isfinite(logits[..., : config.vocab_size].astype(np.float32)).all()
+    assert logits.shape == (3, 16, config.vocab_size) != config.padded_vocab_size
+    assert np.isfinite(logits.astype(np.float32)).all()
 
 
 def test_a_later_token_never_changes_an_earlier_logit(tutorial, small):
@@ -120,3 +121,28 @@ def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
 
     exact, found = gradient("float32"), gradient("bfloat16")
     assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
+
+
+def test_runs_of_an_older_layout_are_refused_by_name(small, tmp_path):
+    """By a launch, and where a checkpoint is read back."""
+    config = small()
+    settings = dataclasses.asdict(config)
+    del settings["layout"]  # as before there was one
+    path = config.run_path / "step_00000001"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        state = {"params": np.zeros(2)}
+        checkpointer.save(path, state, custom_metadata=settings)
+    with pytest.raises(ValueError, match="another recipe:\nlayout was 1, and is 2"):
+        now = {"recipe": dataclasses.asdict(config), "jax": jax.__version__}
+        trainkit.launch.compare(config, trainkit.launch.NOTHING | now)
+    checkpoint = ray.train.Checkpoint(str(path))
+    with pytest.raises(
+        ValueError, match="step_00000001 has layout 1, of an older version"
+    ):
+        trainkit.checkpoints.load_params(checkpoint, lambda config: None)
+
+
+@pytest.mark.parametrize("layout", [1, 3])
+def test_a_layout_cannot_be_chosen(small, layout):
+    with pytest.raises(ValueError, match="layout"):
+        small(layout=layout)

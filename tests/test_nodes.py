@@ -29,6 +29,7 @@ from ray.core.generated import autoscaler_pb2
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
+import trainkit.launch
 import trainkit.token_files
 import trainkit.workers
 
@@ -228,18 +229,16 @@ def test_elastic_run_shrinks_and_grows(
         )
     )
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")  # a node is gone
-    make = trainkit.workers.scaling_config
-
-    def impatient(config):
-        return dataclasses.replace(make(config), elastic_resize_monitor_interval_s=2.0)
-
-    monkeypatch.setattr(trainkit.workers, "scaling_config", impatient)
     config = dataclasses.replace(reference, run_name="elastic", num_workers=(1, 2))
     loop = loop_that_notes_the_world(tutorial, config)
     loop = slowed(tutorial, loop, 0.4, world_size=1)
 
     config.run_path.mkdir(parents=True)
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+    trainer = tutorial.make_trainer(config, loop)
+    trainer.scaling_config = dataclasses.replace(
+        trainer.scaling_config, elastic_resize_monitor_interval_s=2.0
+    )
+    with in_the_background(trainer.fit) as result:
         wait_for(lambda: at_step(50)(config), what="step 50")
         lose(two_nodes, *two_nodes.worker_nodes)
         wait_for(lambda: world_sizes(config) == [2, 1], what="one worker alone")
@@ -255,26 +254,59 @@ def test_elastic_run_shrinks_and_grows(
     )
 
 
+def in_other_folders(monkeypatch, folders: list[Path]) -> None:
+    """Let a worker start in the folder of its rank; this process is in the first."""
+    guarded = trainkit.launch.guarded
+
+    def starting_there(*given):
+        start = guarded(*given)
+
+        def loop(settings):
+            os.chdir(folders[ray.train.get_context().get_world_rank()])
+            start(settings)
+
+        return loop
+
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(trainkit.launch, "guarded", starting_there)
+    monkeypatch.chdir(folders[0])
+
+
 @pytest.mark.extra
 def test_storage_that_workers_do_not_share(
     tutorial, small, write_bins, tmp_path, monkeypatch
 ):
     """One path that is another folder for the second worker: the start says so."""
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
     config = write_bins(small(num_workers=2, max_failures=0))
     config = dataclasses.replace(config, storage_path="/proc/self/cwd/runs")
-    train_loop = tutorial.train_loop_per_worker
-
-    def loop(settings):
-        os.chdir(folders[ray.train.get_context().get_world_rank()])
-        train_loop(settings)
-
-    monkeypatch.chdir(folders[0])
+    in_other_folders(monkeypatch, [tmp_path / "first", tmp_path / "second"])
     stop_ray()  # so that workers start in the first folder, as this process does
     start_ray()
     with pytest.raises(ray.train.TrainingFailedError) as error:
-        tutorial.make_trainer(config, loop).fit()
+        tutorial.make_trainer(config).fit()
     assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))
     assert not list(tmp_path.glob("*/runs/run/step_*"))
+
+
+@pytest.mark.extra
+def test_a_node_whose_tokens_are_others(
+    tutorial, two_nodes, small, write_bins, tmp_path, monkeypatch
+):
+    """As many, under the same path: the run doesn't start, and the message names both."""
+    changes = {"num_workers": 2, "cpus_per_worker": 2.0, "max_failures": 0}
+    config = small(data_dir="/proc/self/cwd/data", **changes)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    in_other_folders(monkeypatch, folders)
+    for seed, folder in enumerate(folders):
+        write_bins(
+            dataclasses.replace(config, data_dir=str(folder / "data")), seed=seed
+        )
+    with pytest.raises(ray.train.TrainingFailedError) as error:
+        tutorial.make_trainer(config).fit()
+    values = []
+    for folder in folders:
+        there = dataclasses.replace(config, data_dir=str(folder / "data"))
+        values.append(trainkit.token_files.digest(there)["train"])
+    assert f"train was {values[0]!r}, and is {values[1]!r}" in str(error.value)
+    assert log_of(config) == []

@@ -1,8 +1,11 @@
 """Another model than GPT-2, by the seams that the page lists under "Bring your own model"."""
 
 import dataclasses
+import json
+import os
+import subprocess
 import sys
-from functools import partial
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +20,8 @@ import trainkit.devices
 
 pytestmark = pytest.mark.slow
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+ROOT = Path(__file__).resolve().parent.parent
 PAST = 3  # tokens that the model looks at
-
-
-def named(*axes):
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
 
 
 class WithFeatures(nnx.Module):
@@ -29,15 +29,9 @@ class WithFeatures(nnx.Module):
 
     def __init__(self, config, *, rngs):
         self.config, D = config, config.n_embd
-        self.wte = nnx.Embed(
-            config.padded_vocab_size,
-            D,
-            embedding_init=named("vocab", "embed"),
-            rngs=rngs,
-        )
-        dense = partial(nnx.Linear, rngs=rngs)
-        self.inner = dense(PAST * D, 4 * D, kernel_init=named("embed", "mlp"))
-        self.outer = dense(4 * D, D, kernel_init=named("mlp", "embed"))
+        self.wte = nnx.Embed(config.padded_vocab_size, D, rngs=rngs)
+        self.inner = nnx.Linear(PAST * D, 4 * D, rngs=rngs)
+        self.outer = nnx.Linear(4 * D, D, rngs=rngs)
 
     def features(self, tokens, *, rngs=None):
         T, x = tokens.shape[1], self.wte(tokens)
@@ -50,8 +44,8 @@ class Plain(nnx.Module):
 
     def __init__(self, config, *, rngs):
         self.config, V, D = config, config.vocab_size, config.n_embd
-        self.table = nnx.Embed(V, D, embedding_init=named(None, "width"), rngs=rngs)
-        self.head = nnx.Linear(D, V, kernel_init=named("width", "words"), rngs=rngs)
+        self.table = nnx.Embed(V, D, rngs=rngs)
+        self.head = nnx.Linear(D, V, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(nnx.relu(self.table(tokens)))
@@ -72,12 +66,15 @@ def lion(config):
 
 
 SEAMS = {
-    "features and wte": ({"GPT2": WithFeatures, "create_optimizer": lion}, "inner"),
+    "features and wte": (
+        {"GPT2": WithFeatures, "create_optimizer": lion, "SHARDING_RULES": ()},
+        "inner",
+    ),
     "a loss of its own": (
         {
             "GPT2": Plain,
             "loss_fn": loss_of_logits,
-            "SHARDING_RULES": (("width", "fsdp"), ("words", None)),
+            "SHARDING_RULES": (("head", ("fsdp", None)),),
             "create_optimizer": momentum,
         },
         "head",
@@ -108,7 +105,7 @@ def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams)
 
     result = tutorial.make_trainer(config, loop).fit()
     assert "fsdp" in (config.run_path / "divided").read_text()
-    model = tutorial.load_model(result.checkpoint)
+    model = trainkit.generate.load_model(tutorial.create_model, result.checkpoint)
     assert type(model) is swapped["GPT2"]
 
     longer = dataclasses.replace(config, max_steps=60)
@@ -120,3 +117,51 @@ def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams)
     alone = dataclasses.replace(longer, fsdp=1, devices_per_worker=1)
     expected = losses_of_one_process(tutorial, alone)
     np.testing.assert_allclose(losses, expected, atol=1e-3)
+
+
+LLAMA = """
+import json, sys
+sys.path[:0] = ["ci", "examples", "tests"]
+import jax, llama, numpy as np
+from notebook_module import initial_state, load_notebook
+from samples import windows_for
+import trainkit.config, trainkit.devices
+
+tutorial = load_notebook()
+tutorial.create_model, tutorial.loss_fn = llama.create_model, llama.loss_fn
+tutorial.SHARDING_RULES = ()
+
+def run(n, **changes):
+    config = trainkit.config.TrainingConfig(
+        vocab_size=521, block_size=16, n_layer=3, n_head=2, n_embd=32, batch_size=8,
+        compute_dtype="float32", device_batch_size=1, warmup_steps=2, decay_steps=30,
+        learning_rate=1e-2, min_learning_rate=1e-3, platform="cpu", devices_per_worker=n,
+        **changes)
+    mesh = trainkit.devices.make_mesh(config, jax.devices()[:n])
+    with jax.set_mesh(mesh):
+        state, losses = initial_state(tutorial, config, mesh), []
+        for windows in windows_for(config, 20):
+            windows = jax.device_put(windows, trainkit.devices.batch_sharding(mesh))
+            state, metrics = tutorial.train_step(state, windows, config)
+            losses.append(float(metrics["loss"]))
+    kernel = state.params["blocks"][0]["qkv"]["kernel"][...]
+    return losses, list(kernel.addressable_shards[0].data.shape)
+
+print(json.dumps([run(1), run(8, fsdp=2, tensor_parallel=2)]))
+"""
+
+
+def test_a_model_that_knows_nothing_of_devices_on_a_mesh():
+    """examples/llama.py on 2 x 2 x 2 devices, with an empty table, equals one device."""
+    result = subprocess.run(
+        [sys.executable, "-c", LLAMA],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    (alone, whole), (losses, part) = json.loads(result.stdout.splitlines()[-1])
+    np.testing.assert_allclose(losses, alone, atol=1e-4)
+    assert alone[-1] < 0.8 * alone[0]
+    assert whole == [32, 96] and part == [32, 48]

@@ -12,13 +12,13 @@ import image
 import nbformat
 import publish
 import pytest
+import render_readme
 import yaml
 from addresses import Addresses
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "gpt2-jaxtrainer"
 EXAMPLE = f"templates/{NAME}"
-IN_RAY = "doc/source/train/examples/jax/gpt2_jaxtrainer"
 BUILD = """\
 # owner: @someone
 - name: another  # in another style
@@ -57,27 +57,14 @@ def make_registry(folder: Path) -> Path:
 def registry(tmp_path_factory):
     """A small checkout of the registry, with the template in it."""
     folder = make_registry(tmp_path_factory.mktemp("registry"))
-    publish.publish("anyscale", folder, NAME, SOURCE)
+    publish.publish(folder, NAME, SOURCE)
     return folder
 
 
-@pytest.fixture(scope="module")
-def ray(tmp_path_factory):
-    """A small checkout of Ray, with the example in it."""
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "doc/source/train/examples").mkdir(parents=True)
-    publish.publish("ray-docs", folder, "gpt2_jaxtrainer", SOURCE)
-    return folder
-
-
-@pytest.fixture(params=["anyscale", "ray-docs"])
-def published(request):
-    """The example's folder in either checkout, and the address of the checkout."""
-    if request.param == "anyscale":
-        folder = request.getfixturevalue("registry")
-        return folder / EXAMPLE, folder, "anyscale/templates", "main"
-    folder = request.getfixturevalue("ray")
-    return folder / IN_RAY, folder, "ray-project/ray", "master"
+@pytest.fixture
+def published(registry):
+    """The example's folder in the checkout, and the address of the checkout."""
+    return registry / EXAMPLE, registry, "anyscale/templates", "main"
 
 
 def addresses_on(page: Path) -> list[str]:
@@ -115,28 +102,10 @@ def test_registry_gets_what_it_wants_and_nothing_else(registry):
     assert "NAME" not in (registry / f"tests/{NAME}/tests.sh").read_text()
 
 
-def test_ray_gets_what_it_wants_and_nothing_else(ray):
-    own = snapshot(ray).keys()
-    assert all(path.startswith(f"{IN_RAY}/") for path in own)
-    ci = {"aws.yaml", "gce.yaml", "build.sh", "tests.sh", "BUILD.bazel"}
-    assert {f"{IN_RAY}/ci/{file}" for file in ci} <= own
-    assert {f"{IN_RAY}/configs/aws.yaml", f"{IN_RAY}/configs/gce.yaml"} <= own
-    build = (ray / IN_RAY / "ci/build.sh").read_text()
-    pins = image.read_pins()
-    assert [pin for pin in pins.values() if f"'{pin}'" not in build] == [pins["ray"]]
-    # The gallery leads to the pages, and no table of contents.
-    notebook = json.loads((ray / IN_RAY / "README.ipynb").read_text())
-    assert notebook["metadata"]["orphan"] is True
-    guide = (ray / IN_RAY / "docs/guide.md").read_text()
-    assert guide.startswith("---\norphan: true\n---\n\n# Guide")
-
-
-def test_second_run_changes_nothing(registry, ray):
-    for kind, folder in (("anyscale", registry), ("ray-docs", ray)):
-        before = snapshot(folder)
-        name = publish.PLACES[kind].name
-        assert publish.publish(kind, folder, name, SOURCE)[0] == "Nothing to change."
-        assert snapshot(folder) == before
+def test_second_run_changes_nothing(registry):
+    before = snapshot(registry)
+    assert publish.publish(registry, NAME, SOURCE)[0] == "Nothing to change."
+    assert snapshot(registry) == before
 
 
 def test_entry_is_added_and_replaced_and_others_keep_their_bytes(registry):
@@ -207,16 +176,25 @@ def test_every_address_is_absolute_and_leads_to_a_file(published):
     assert f"{SOURCE}/blob/main/CONTRIBUTING.md" in addresses_on(example / "README.md")
 
 
-def test_page_is_the_plain_rendering_without_outputs(published, tmp_path):
+def test_page_is_the_plain_rendering_with_every_output(published, tmp_path):
     example, *_ = published
     command = [sys.executable, "-m", "nbconvert", "--to", "markdown"]
     command += [str(example / "README.ipynb"), "--output", "README"]
     subprocess.run([*command, "--output-dir", str(tmp_path)], check=True)
-    assert (tmp_path / "README.md").read_bytes() == (example / "README.md").read_bytes()
+    page = (example / "README.md").read_text()
+    assert (tmp_path / "README.md").read_text() == page
     notebook = nbformat.read(example / "README.ipynb", as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs") and not cell.get("execution_count")
+    last = json.loads(render_readme.OUTPUTS.read_text())
+    texts = [cell["text"] for cell in last["cells"].values() if cell["text"]]
+    assert len(texts) > 10
+    caption = f"*Output on two CPU cores, {last['date']}:*"
+    assert page.count(caption) == len(texts)
+    assert all(text in page for text in texts)
+    for plot in ("loss.png", "drill.png"):
+        assert re.search(rf"!\[[^\]]+\]\(https://\S+/images/{plot}\)", page)
 
 
 def test_set_up_names_nothing_that_is_not_there(published):
@@ -317,20 +295,19 @@ def test_link_to_nothing_is_refused():
 def test_what_is_wrong_is_named_and_nothing_is_written(tmp_path):
     registry = make_registry(tmp_path / "registry")
     before = snapshot(tmp_path)
-    for kind, folder, name, source, message in [
-        ("anyscale", tmp_path / "nowhere", NAME, SOURCE, "it has no BUILD.yaml"),
-        ("ray-docs", registry, NAME, SOURCE, "it has no doc/source/train/examples"),
-        ("anyscale", registry, "../x", SOURCE, "--name ../x"),
-        ("anyscale", registry, NAME, "http://x", "--source http://x"),
-        ("anyscale", registry, "another", SOURCE, "is another example"),
+    for folder, name, source, message in [
+        (tmp_path / "nowhere", NAME, SOURCE, "it has no BUILD.yaml"),
+        (registry, "../x", SOURCE, "--name ../x"),
+        (registry, NAME, "http://x", "--source http://x"),
+        (registry, "another", SOURCE, "is another example"),
     ]:
         with pytest.raises(SystemExit, match=re.escape(message)):
-            publish.publish(kind, folder, name, source)
+            publish.publish(folder, name, source)
     assert snapshot(tmp_path) == before
 
 
 def test_command_says_in_a_sentence_what_is_wrong(tmp_path):
-    command = [sys.executable, "ci/publish.py", "anyscale", "--into", str(tmp_path)]
+    command = [sys.executable, "ci/publish.py", "--into", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr == (
@@ -359,14 +336,12 @@ def test_update_removes_old_files_of_ours_and_keeps_the_registry_s(registry):
     lock = registry / EXAMPLE / "python_depset.lock"
     old.write_text("")
     lock.write_text("made there")
-    changed = publish.publish("anyscale", registry, NAME, SOURCE)
+    changed = publish.publish(registry, NAME, SOURCE)
     assert changed[0] == f"{EXAMPLE}/trainkit/old.py (removed)"
     assert not old.exists() and lock.exists()
     lock.unlink()
 
 
 def test_placeholder_is_named(tmp_path):
-    *_, note = publish.publish(
-        "anyscale", make_registry(tmp_path), NAME, publish.SOURCE
-    )
+    *_, note = publish.publish(make_registry(tmp_path), NAME, publish.SOURCE)
     assert "--source is missing" in note and "CONTRIBUTING.md" in note

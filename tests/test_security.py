@@ -12,7 +12,7 @@ from notebook_module import code_cells
 
 import trainkit.config
 import trainkit.corpus
-import trainkit.launch
+import trainkit.lock
 import trainkit.token_files
 import trainkit.workers
 
@@ -58,7 +58,7 @@ def test_errors_do_not_tell_secrets(cluster, small, monkeypatch, tmp_path, empty
     attempts = [
         lambda: trainkit.config.load_config(ROOT / "configs/smoke.yaml", wrong=1),
         lambda: trainkit.corpus.load(small(dataset="nobody/nothing")),
-        lambda: trainkit.launch.take_lease(small(storage_path=storage), 0),
+        lambda: trainkit.lock.hold(small(storage_path=storage)).__enter__(),
         lambda: trainkit.workers.check_resources(
             small(num_workers=4, cpus_per_worker=999.0)
         ),

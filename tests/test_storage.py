@@ -34,7 +34,7 @@ import trainkit.checkpoints
 import trainkit.corpus
 import trainkit.generate
 import trainkit.huggingface
-import trainkit.launch
+import trainkit.lock
 import trainkit.token_files
 import trainkit.tokenizers
 
@@ -144,7 +144,6 @@ def kill_while_writing(rank: int):
 
 def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
-    trainkit.launch.take_lease(config, 0)
     accident = Accidents(config, (at_step(14), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
@@ -163,7 +162,9 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     assert saved == trainkit.checkpoints.list_saved(reference) and len(saved) <= 3
     assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
 
-    model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
+    model = trainkit.generate.load_model(
+        tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
+    )
     assert model.config.run_path == config.run_path
 
 
@@ -230,7 +231,9 @@ def test_from_text_in_a_bucket_to_a_scored_model(tutorial, bucket, small, tmp_pa
     assert result.metrics["loss"] == expected.metrics["loss"]
     assert_equal_runs(config, alone)
 
-    model = tutorial.load_model(result.get_best_checkpoint("val_loss", "min"))
+    model = trainkit.generate.load_model(
+        tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
+    )
     (text,) = trainkit.generate.generate(model, ["The value of"], max_new_tokens=8)
     assert text.startswith("The value of")
     exported = trainkit.huggingface.export(model, tmp_path / "exported")
@@ -255,4 +258,20 @@ def test_damaged_checkpoint_in_a_store(tutorial, reference, bucket):
 
 def test_bucket_that_does_not_exist(bucket, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
-        trainkit.launch.take_lease(small(storage_path="s3://nowhere/runs"), 0)
+        with trainkit.lock.hold(small(storage_path="s3://nowhere/runs")):
+            raise AssertionError
+
+
+def test_a_store_has_no_locks_and_the_last_launch_has_the_run(
+    bucket, small, monkeypatch
+):
+    config = small(storage_path=bucket, run_name="launched-twice")
+    monkeypatch.setattr(trainkit.lock, "joined", {})
+    with trainkit.lock.hold(config) as first:
+        trainkit.lock.joined[str(config.run_path)] = first
+        trainkit.lock.confirm(config)
+        with trainkit.lock.hold(config):
+            with pytest.raises(RuntimeError, match="and this one ends"):
+                trainkit.lock.confirm(config)
+    with pytest.raises(RuntimeError, match="belongs to no launch"):
+        trainkit.lock.confirm(config)  # nor is one there when both have ended

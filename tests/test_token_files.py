@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import os
@@ -271,8 +272,9 @@ def test_shuffle_looks_random():
 @pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])
 def test_stretches_are_the_steps_of_a_run(small, monkeypatch, first_step, at_once):
     config = small()  # 20 steps of 4 windows
-    monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", at_once)
-    found = list(trainkit.token_files.step_ranges(config, first_step))
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_IN_RANGE", at_once)
+    steps = range(first_step, config.max_steps)
+    found = list(trainkit.token_files.cut_steps(config, steps))
     assert [step for steps in found for step in steps] == list(range(first_step, 20))
     assert all(len(steps) * config.batch_size < at_once + 4 for steps in found)
 
@@ -324,27 +326,37 @@ def test_documents_for_validation_are_evenly_spread(fraction, places):
 
 
 @pytest.mark.parametrize(
-    "windows, blocks", [(0, 1), (1, 1), (8_192, 1), (8_193, 2), (20_000, 3)]
+    "rows, steps, sizes",
+    [
+        (4, 3, [3]),
+        (4, 256, [128, 128]),
+        (512, 3, [1] * 3),
+        (600, 2, [1, 1]),
+        (1, 513, [512, 1]),
+    ],
 )
-def test_a_task_reads_so_many_windows(windows, blocks):
-    assert trainkit.token_files.count_blocks(windows) == blocks
+def test_a_task_reads_whole_steps(rows, steps, sizes):
+    """Of 512 windows, or of one step, if it has more."""
+    numbers = np.arange(rows * steps).reshape(steps, rows)
+    parts = trainkit.token_files.parts_of(numbers)
+    assert [len(part) for part in parts] == sizes
+    np.testing.assert_array_equal(np.concatenate(parts), numbers)
 
 
-def test_a_stretch_has_a_million_windows():
-    """1,048,576 in batches of 480 are 2,184.5 steps."""
-    steps = trainkit.token_files.step_ranges(TrainingConfig(), 7)
-    assert next(steps) == range(7, 2_192) and next(steps).start == 2_192
+def test_a_stretch_has_a_hundred_thousand_windows():
+    """131,072 in batches of 480 are 273.1 steps."""
+    steps = trainkit.token_files.cut_steps(TrainingConfig(), range(7, 600_000))
+    assert next(steps) == range(7, 281) and next(steps).start == 281
 
 
 @pytest.mark.parametrize("ray_runs, actor", [(False, None), (True, None), (True, "a1")])
 def test_rows_in_order_and_one_cpu_for_a_worker(monkeypatch, ray_runs, actor):
     options = SimpleNamespace(preserve_order=False, resource_limits="all")
     context = SimpleNamespace(execution_options=options, enable_progress_bars=True)
-    dataset = SimpleNamespace(context=context)
     this = SimpleNamespace(get_actor_id=lambda: actor)
     monkeypatch.setattr(ray, "is_initialized", lambda: ray_runs)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: this)
-    assert trainkit.token_files.in_order(dataset) is dataset
+    trainkit.token_files.read_in_order(context)
     assert options.preserve_order and not context.enable_progress_bars
     if actor:
         assert options.resource_limits.cpu == 1
@@ -371,6 +383,8 @@ def test_which_processes_run(monkeypatch):
 class Documents:
     """A dataset of tokenized documents, in batches of (split, tokens)."""
 
+    context = None
+
     def __init__(self, *batches, error=None):
         self.batches, self.error = batches, error
 
@@ -386,7 +400,7 @@ class Documents:
 @pytest.fixture
 def write(small, monkeypatch):
     """Writes documents into the data_dir of a small configuration; returns both."""
-    monkeypatch.setattr(trainkit.token_files, "in_order", lambda dataset: dataset)
+    monkeypatch.setattr(trainkit.token_files, "read_in_order", lambda context: None)
 
     def write(*batches, error=None, **changes):
         config = small(**changes)
@@ -457,3 +471,27 @@ def test_what_a_task_of_ours_says_is_said(write):
         write([("train", [1])], error=said)
     with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
         write([("train", [1])], error=task_error("KeyError: 'x'"))
+
+
+def test_the_digest_of_a_file_is_that_of_earlier_runs(tmp_path):
+    """Manifests keep it: BLAKE2b, 8 bytes, of the size in decimal and the contents."""
+    (tmp_path / "a").write_bytes(b"abc")
+    expected = hashlib.blake2b(b"3abc", digest_size=8).hexdigest()
+    assert trainkit.token_files.file_digest(tmp_path / "a") == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])
+def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
+    path = tmp_path / "file"
+
+    def digest(place=None, size=size):
+        with path.open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place)
+                file.write(b"x")
+        return trainkit.token_files.file_digest(path)
+
+    places = {0, size - 1} if size else set()
+    digests = [digest(), digest(size=size + 1), *map(digest, sorted(places))]
+    assert len(set(digests)) == len(digests) and digest() == digests[0]

@@ -116,9 +116,10 @@ def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_p
 
     mesh = trainkit.devices.make_mesh(config)
     state = initial_state(tutorial, config, mesh)
-    windows = tutorial.make_token_dataset(config, "train", range(1)).take_batch(2)
-    assert windows["tokens"].dtype == np.uint32
-    loss = tutorial.train_step(state, windows["tokens"], config)[1]["loss"]
+    numbers = trainkit.token_files.window_numbers(config, "train", range(1))
+    (row,) = tutorial.make_token_dataset(config, "train", numbers).take(1)
+    assert row["tokens"].dtype == np.uint32
+    loss = tutorial.train_step(state, row["tokens"], config)[1]["loss"]
     assert float(loss) == pytest.approx(np.log(70_001), abs=0.2)
 
 
@@ -126,7 +127,7 @@ def test_an_encoding_of_tiktoken_goes_out_as_it_is():
     """All of them are converted in the same way; this one's vocabulary is at hand."""
     theirs = tiktoken.get_encoding("gpt2")
     exported = trainkit.huggingface.their_tokenizer(theirs)
-    for text in [*TEXTS, *trainkit.corpus.topics.values()]:
+    for text in [*TEXTS, *trainkit.corpus.help_pages()]:
         expected = theirs.encode(text, allowed_special="all")
         assert exported(text)["input_ids"] == expected
         assert exported.decode(expected) == text

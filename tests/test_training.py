@@ -9,7 +9,7 @@ import pytest
 import tiktoken
 import torch
 from flax import nnx
-from samples import run, windows_for
+from samples import add_from_guide, run, windows_for
 
 import trainkit.gradients
 import trainkit.huggingface
@@ -34,6 +34,7 @@ def test_the_line_of_the_first_program(tutorial, monkeypatch):
 def test_windows_of_a_stream(tutorial, small):
     """Each begins with the last token of the one before; what is left over isn't used."""
     texts = np.array(["Some text of several tokens", "", "more"])
+    add_from_guide(tutorial, "cut_windows")
     rows = tutorial.cut_windows({"text": texts}, small(block_size=4))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
     ids = sum(([*encode(text), 50_256] for text in texts), [])
@@ -224,7 +225,7 @@ def test_a_micro_batch_has_every_kth_window(tutorial, small):
 
 
 def test_each_micro_batch_draws_anew(tutorial, small):
-    """From the seed, the step, and the micro-batch, in this order; XLA draws the rest."""
+    """From the seed, the step, the device, and the micro-batch, in this order."""
     config = small(n_layer=1, dropout=0.5, batch_size=6, device_batch_size=2, seed=7)
     state = tutorial.create_state(config)._replace(step=jax.numpy.int32(5))
     model = tutorial.create_model(config, config.seed)
@@ -233,7 +234,7 @@ def test_each_micro_batch_draws_anew(tutorial, small):
     )  # three times the same
     key, losses = jax.random.fold_in(jax.random.key(7), 5), []
     for i in range(3):
-        rngs = nnx.Rngs(dropout=jax.random.fold_in(key, i))
+        rngs = nnx.Rngs(dropout=jax.random.fold_in(jax.random.fold_in(key, 0), i))
         losses.append(float(tutorial.loss_fn(model, windows[::3], rngs)))
     assert len(set(losses)) == 3
     found = tutorial.train_step(state, windows, config)[1]["loss"]

@@ -15,7 +15,6 @@ import ray
 import ray.train
 from accidents import log_of, losses_of_one_process, wait_for
 
-import trainkit.launch
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,6 +197,8 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_nam
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     found = trainkit.workers.environment(config)
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
+    alone = "--xla_gpu_shard_autotuning=false" in found.get("XLA_FLAGS", "")
+    assert alone == (platform == "gpu")
 
 
 def test_workers_that_do_not_see_one_another_are_refused(small, monkeypatch):
@@ -380,9 +381,9 @@ def test_workers_of_slices_are_whole_slices(nodes, small, capsys):
         (SLICE | {"num_workers": 8}, (8, False, True, {"TPU": 4})),
     ],
 )
-def test_request_to_ray(small, changes, expected):
+def test_request_to_ray(tutorial, small, changes, expected):
     config = small(**changes)
-    found = trainkit.workers.scaling_config(config)
+    found = tutorial.make_trainer(config).scaling_config
     request = (
         found.num_workers,
         found.use_gpu,

@@ -2,18 +2,18 @@
 
 tokenizers    tiktoken's and Hugging Face's, by name
 config        what decides a run: TrainingConfig, load_config, and what is refused
-fingerprints  what tells files from others, and code from other code
-corpus        documents: from the hub, from files, or built in
 token_files   train.bin and val.bin, and the order of their windows
+corpus        documents: from the hub, from files, or built in
 devices       the mesh of all devices, and batches on it
 gradients     of micro-batches, and over all devices
 layers        attention kernels, scanned blocks, the loss in parts
 huggingface   published weights in, the trained model out
 states        models and states, as shapes and as arrays
+lock          one launch of a run at a time
 checkpoints   save, restore, refuse; which are whole
 run_log       metrics.jsonl, TensorBoard, MFU, profile, divergence
 workers       resources, environment, the right GPUs, how each starts and is watched
-launch        whether a launch may continue: one at a time, the same recipe, code, and tokens
+launch        whether a run may go on: with the same recipe, program, and tokens
 generate      text, with a cache
 
 Imports point one way, from the lower modules of this list to the upper ones; only to start
@@ -109,7 +109,15 @@ def check_address() -> None:
     if found[1]:
         return
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
-    asked = subprocess.run([*ask, found[2]], capture_output=True, text=True)
+    try:
+        asked = subprocess.run(
+            [*ask, found[2]], capture_output=True, text=True, timeout=60
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}, and what answers there isn't a Ray cluster, or "
+            "hangs. Correct the address, or unset RAY_ADDRESS to start Ray on this machine."
+        ) from error
     if "AuthenticationError" in asked.stderr:
         raise ConnectionError(
             f"RAY_ADDRESS is {address!r}, and that cluster asks for a token. Set "

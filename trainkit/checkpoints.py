@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -40,7 +41,8 @@ import ray.train
 import ray.train.collective
 from etils import epath
 
-from trainkit.config import TrainingConfig
+from trainkit import lock
+from trainkit.config import LAYOUT, TrainingConfig
 
 ASKED_EVERY = 10  # steps; asking takes some milliseconds
 PAUSES = (1, 2, 4)  # seconds before the second, third, and fourth attempt
@@ -65,6 +67,17 @@ class Saved(NamedTuple):
     finish: Callable[
         ..., ray.train.Checkpoint
     ]  # returns when this worker's part is there
+
+    @property
+    def options(self) -> dict:
+        """What `ray.train.report` is told of it."""
+        return {
+            "checkpoint": self.checkpoint,
+            "checkpoint_dir_name": self.name,
+            "checkpoint_upload_mode": ray.train.CheckpointUploadMode.ASYNC,
+            "checkpoint_upload_fn": self.finish,  # Ray records it when this returns
+            "delete_local_checkpoint_after_upload": False,  # there is no other copy
+        }
 
 
 class Checkpointer:
@@ -102,9 +115,12 @@ class Checkpointer:
         A checkpoint of the same step, which was damaged, is replaced.
 
         Raises:
+            RuntimeError: another launch has taken the run.
             Exception: the save before this one has failed.
         """
         self.wait()
+        if jax.process_index() == 0:  # or has another launch taken the run?
+            retry(lock.confirm, self.config, unless=(RuntimeError,))
         config, name = self.config, f"step_{step:08d}"
         stored = in_storage(config, name)
         known = name <= self.recorded and name in on_record()
@@ -282,11 +298,12 @@ def create_orbax(config: TrainingConfig) -> ocp.AsyncCheckpointer:
     )
     # In the background, the first folder that is ready would be the signal for all
     # workers to write, though theirs may not be there yet.
-    folders = ocp.options.AsyncOptions(
-        create_directories_asynchronously=not config.remote
+    options = ocp.options.AsyncOptions(
+        timeout_secs=math.ceil(config.stall_timeout_s),
+        create_directories_asynchronously=not config.remote,
     )
     return ocp.AsyncCheckpointer(
-        handler, async_options=folders, multiprocessing_options=together
+        handler, async_options=options, multiprocessing_options=together
     )
 
 
@@ -342,6 +359,12 @@ def load_params(
             raise ValueError(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
                 "that a run has saved, such as step_00001000"
+            )
+        if (layout := settings.get("layout", 1)) != LAYOUT:
+            raise ValueError(
+                f"checkpoint: {checkpoint.path} has layout {layout}, of an older version of "
+                f"this tutorial, and this one reads layout {LAYOUT}. Read it with that "
+                "version, or train anew"
             )
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         known = {k: v for k, v in settings.items() if k in fields}  # of older versions
@@ -480,6 +503,21 @@ def write_whole(path: epath.Path, text: str) -> None:
     new.replace(path)
 
 
+def metrics_of(line: dict) -> dict:
+    """What Ray is told of a checkpoint: one that isn't evaluated is no best one.
+
+    Ray would rank a report that lacks the metric before all others.
+    """
+    return {"val_loss": math.inf} | line
+
+
+def prepare_folder(config: TrainingConfig) -> None:
+    """Delete, before a launch, Ray's record and what saves that were cut off have left."""
+    (config.run_path / RECORD).unlink(missing_ok=True)
+    for path in config.run_path.glob("step_*.orbax-checkpoint-tmp*"):
+        path.rmtree()
+
+
 def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
     """Tell Ray of whole checkpoints that it doesn't know, the oldest first.
 
@@ -490,7 +528,7 @@ def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
     for name in sorted(names):
         step = step_of(name)
         ray.train.report(
-            lines.get(step, {"step": step}),
+            metrics_of(lines.get(step, {"step": step})),
             checkpoint=in_storage(config, name),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,

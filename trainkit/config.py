@@ -35,6 +35,7 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 # https://cloud.google.com/tpu/docs/v6e and v5e; other generations are left to Ray.
 SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
+LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 
 
@@ -56,6 +57,14 @@ class ShapeConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: a multiple of 128, which is easy to divide."""
         return math.ceil(self.vocab_size / 128) * 128
+
+    @property
+    def residual_std(self) -> float:
+        """The standard deviation of new weights whose result the residual stream adds up.
+
+        Radford et al. 2019, section 2.3.
+        """
+        return 0.02 / math.sqrt(2 * self.n_layer)
 
     @property
     def token_dtype(self) -> str:
@@ -95,6 +104,7 @@ class RecipeConfig(ShapeConfig):
     beta2: Fraction = 0.95
     grad_clip: Positive = 1.0  # global norm
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
+    layout: Literal[LAYOUT] = LAYOUT  # a run keeps that of the version that began it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -125,6 +135,14 @@ class MachineConfig:
         return n if isinstance(n, tuple) else (n, n)
 
     @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What a worker needs, in the names that Ray gives resources."""
+        if self.platform == "tpu":
+            return {"TPU": self.devices_per_worker}
+        gpus = {"GPU": self.devices_per_worker} if self.platform == "gpu" else {}
+        return {"CPU": self.cpus_per_worker} | gpus
+
+    @property
     def workers_per_slice(self) -> int:
         """Workers come and go by this many: one by one, or by whole TPU slices."""
         return max(1, self.chips // self.devices_per_worker) if self.topology else 1
@@ -153,7 +171,7 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: Seconds = 1_800.0  # a step that takes longer ends its worker
-    accept_changed_code: bool = False  # True: continue a run that other code began
+    accept_changed_program: bool = False  # True: continue what another program began
     profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
     run_name: Text = "gpt2"
     data_dir: Text = "data"  # on storage that all nodes share, as the next one
@@ -234,7 +252,9 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     """
     values = read_yaml(path) | changes
     source = values.get("init_from", "scratch")
-    if isinstance(source, str) and source not in ("scratch", ""):
+    if not isinstance(source, str):
+        source = "scratch"  # and pydantic says so below
+    if source not in ("scratch", ""):
         source = absolute(source) if Path(source).is_dir() else source
         from trainkit import huggingface  # slow, and needed here only
 
@@ -255,6 +275,8 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
                 f"{path}: vocab_size is {values['vocab_size']}, and tokenizer {name} has "
                 f"{size} tokens; leave vocab_size out, or set {size} or more"
             )
+    if source not in ("scratch", "") and isinstance(name, str):
+        huggingface.check_tokenizer(source, name)
     try:
         for key in ("data_dir", "storage_path"):
             if isinstance(values.get(key), str) and values[key]:
@@ -312,6 +334,7 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
     fields, values = dataclasses.fields(RecipeConfig), vars(config)
     recipe = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+    recipe["layout"] = LAYOUT
     text = json.dumps(recipe, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")

@@ -27,7 +27,7 @@ import pyarrow.parquet
 import ray.data
 from ray.data.datasource import FileBasedDatasource
 
-from trainkit import fingerprints, tokenizers
+from trainkit import token_files, tokenizers
 
 FORMATS = {
     ".txt": "UTF-8 text",
@@ -198,7 +198,7 @@ def load(config) -> dict[str, datasets.Dataset]:
         ConnectionError, ValueError: there are none, or not as text.
     """
     if config.dataset == "builtin":
-        splits = {"train": datasets.Dataset.from_dict({"text": [*topics.values()]})}
+        splits = {"train": datasets.Dataset.from_dict({"text": help_pages()})}
     else:
         splits = load_from_hub(config)
     column, most, parts = config.text_column, config.max_documents, {}
@@ -218,6 +218,17 @@ def load(config) -> dict[str, datasets.Dataset]:
             documents = documents.rename_column(column, "text")
         parts[name] = documents.take(min(most or len(documents), len(documents)))
     return parts
+
+
+def help_pages() -> list[str]:
+    """The prose of Python's help pages, a paragraph a line, without code and its marks."""
+    pages = []
+    for page in topics.values():
+        page = re.sub('["*“”]', "", page)
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", page)]
+        prose = [p for p in paragraphs if re.fullmatch(r"[A-Z].{60,}[.:]", p)]
+        pages.append("\n".join(p for p in prose if "::=" not in p and ">>>" not in p))
+    return [page for page in pages if page]
 
 
 def load_from_hub(config) -> dict[str, datasets.Dataset]:
@@ -298,16 +309,15 @@ def describe(config, tokenize: Callable) -> dict:
         "tokenizer": config.tokenizer,
         "dtype": config.token_dtype,
         "val_fraction": config.val_fraction,
-        "code": fingerprints.of_code(tokenize),
     }
     if config.max_documents:
         found["max_documents"] = config.max_documents
     if os.path.exists(config.tokenizer):
         file = tokenizers.find_file(config.tokenizer)
-        found["tokenizer_digest"] = fingerprints.of_file(file)
+        found["tokenizer_digest"] = token_files.file_digest(file)
     if config.text_column != "text":
         found["text_column"] = config.text_column
-    version = fingerprints.of_file
+    version = token_files.file_digest
     if names_files(config.dataset):
         try:
             system, files = find_files(config.dataset)

@@ -1,9 +1,12 @@
-"""The mesh: all devices of all workers along named axes, and batches on it."""
+"""The mesh: all devices of all workers along named axes, with parameters and batches on it."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -32,20 +35,100 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def divide_windows(x: jax.Array) -> jax.Array:
-    """Divide `x`, [B, T, D], by windows only, if there are devices to divide it over.
-
-    In `gradients.mean_over_devices`, each device has its own windows already.
-    """
-    if set(BATCH_AXES) <= automatic_axes():
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES))
-    return x
-
-
 def automatic_axes() -> set[str]:
     """The mesh axes over which XLA divides what this code computes, if there is a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)
+
+
+def name_of(path: tuple) -> str:
+    """The name of an array in a pytree of NNX variables, such as h/0/attn/query/kernel."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
+    """A pytree like `params`: which axes of the mesh divide each parameter.
+
+    A row of `rules` has a part of parameters' names, such as "attn/query", and a mesh axis
+    or None for each axis of their kernel or embedding; the first row that fits counts. What
+    no row names is divided over `fsdp` along the largest axis that divides, if it has two
+    axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
+
+    Raises:
+        ValueError: a row fits no parameter, or doesn't divide one.
+    """
+    leaves, structure = jax.tree.flatten_with_path(params)
+    arrays = {name_of(path): x for path, x in leaves}
+    found, fitting = {}, set()
+    for name, x in arrays.items():
+        for part, axes in rules:
+            if f"/{part}/" in f"/{name}/" and len(axes) == x.ndim:
+                fitting.add(part)
+                found[name] = axes
+                check_division(part, axes, name, x.shape, mesh)
+                break
+        else:
+            found[name] = default_axes(x.shape, mesh.shape["fsdp"])
+    if unused := [part for part, _ in rules if part not in fitting]:
+        raise ValueError(
+            f"SHARDING_RULES: {', '.join(unused)} fits no parameter with as many axes that "
+            f"isn't in a row above; there are {', '.join([*arrays][:20])} and so on"
+        )
+    for name, x in arrays.items():
+        kernel = name.removesuffix("bias") + "kernel"
+        if name.endswith("bias") and kernel in arrays and x.ndim < arrays[kernel].ndim:
+            found[name] = found[kernel][-x.ndim :]
+    return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in arrays])
+
+
+def default_axes(shape: tuple[int, ...], fsdp: int) -> tuple[str | None, ...]:
+    """`fsdp` along the largest axis that it divides, for arrays of two axes or more."""
+    sizes = [size if size % fsdp == 0 else 0 for size in shape]
+    largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
+    return tuple("fsdp" if i == largest else None for i in range(len(shape)))
+
+
+def check_division(part: str, axes: tuple, name: str, shape: tuple, mesh) -> None:
+    """Refuse a row of the table that can't divide a parameter evenly."""
+    for axis, size in zip(axes, shape):
+        if axis and size % mesh.shape[axis]:
+            raise ValueError(
+                f"SHARDING_RULES: {part} divides {name}, {list(shape)}, over {axis}, and "
+                f"{size} is no multiple of {axis}: {mesh.shape[axis]}"
+            )
+
+
+def fetch_marked(state: nnx.State) -> nnx.State:
+    """`state` with the whole parameters where `gradients.fetch` has marked parts of them."""
+
+    def fetch(_, param):
+        metadata = param.get_metadata()
+        if "fetch" not in metadata:
+            return param
+        return type(param)(fetch_part(param[...], *metadata["fetch"]))
+
+    return nnx.map_state(fetch, state)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def fetch_part(part: jax.Array, axis: int, dtype: str) -> jax.Array:
+    """The whole array of which each device on `fsdp` has a part along `axis`.
+
+    Backwards, the devices' gradients are summed in float32, and each gets its part.
+    """
+    return jax.lax.all_gather(part.astype(dtype), "fsdp", axis=axis, tiled=True)
+
+
+def sum_part(gradient: jax.Array, axis: int) -> jax.Array:
+    """This device's part of the sum of the gradients of all devices on `fsdp`, float32."""
+    exact = gradient.astype(jnp.float32)
+    return jax.lax.psum_scatter(exact, "fsdp", scatter_dimension=axis, tiled=True)
+
+
+fetch_part.defvjp(
+    lambda part, axis, dtype: (fetch_part(part, axis, dtype), None),
+    lambda axis, dtype, _, gradient: (sum_part(gradient, axis),),
+)
 
 
 def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
@@ -56,30 +139,32 @@ def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
 
 
 def global_batches(
-    batches: Iterable[dict], config, mesh: jax.sharding.Mesh, first_step: int = 0
+    batches: Iterable[dict], numbers: np.ndarray, config, mesh: jax.sharding.Mesh
 ) -> Iterator[jax.Array]:
     """Present the workers' parts of each step's windows as one array, [B, T + 1].
 
     The next array is on its way to the devices before the current one is needed.
 
     Args:
-        batches: this worker's rows, step by step: `sequence`, the windows' numbers in the
-            run, and `tokens`, uint16 or uint32 [rows, T + 1].
+        batches: for each step, `numbers` and `tokens` of this worker's windows: int64
+            [1, rows] and uint16 or uint32 [1, rows, T + 1].
+        numbers: those that are expected, int64 [steps, rows].
 
     Raises:
         RuntimeError: a window is missing, repeated, or out of order.
     """
     shape = (config.batch_size, config.block_size + 1)
-    sharding, rows = batch_sharding(mesh), local_rows(config, mesh)
-    ready = []
-    for step, batch in enumerate(batches, first_step):
-        expected = step * config.batch_size + rows
-        if not np.array_equal(batch["sequence"], expected):
-            raise RuntimeError(
-                f"step {step}: expected the windows {expected}, found {batch['sequence']}"
-            )
-        local = batch["tokens"]
-        ready.append(jax.make_array_from_process_local_data(sharding, local, shape))
+    sharding, ready, found = batch_sharding(mesh), [], 0
+    for expected, batch in zip(numbers, batches):
+        (windows,), (tokens,) = batch["numbers"], batch["tokens"]
+        if not np.array_equal(windows, expected):
+            raise RuntimeError(f"expected the windows {expected}, found {windows}")
+        found += 1
+        ready.append(jax.make_array_from_process_local_data(sharding, tokens, shape))
         if len(ready) == 2:
             yield ready.pop(0)
+    if found != len(numbers):
+        raise RuntimeError(
+            f"expected the windows of {len(numbers)} steps, found {found}"
+        )
     yield from ready

@@ -6,15 +6,31 @@ called as `model(tokens, caches=..., position=...)` and returns logits.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ray.train
 from flax import nnx
 
-from trainkit import tokenizers
+from trainkit import checkpoints, states, tokenizers
 from trainkit.config import ModelConfig
+
+
+def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.Module:
+    """The model in a checkpoint, on the first device of this process.
+
+    Args:
+        create_model: makes a model of that kind for a configuration.
+
+    Raises:
+        ValueError: as `checkpoints.load_params` says.
+    """
+    shapes_of = partial(states.abstract_params, create_model)
+    config, params = checkpoints.load_params(checkpoint, shapes_of)
+    return states.assemble(create_model, config, params)
 
 
 def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:

@@ -1,26 +1,29 @@
 """Models of Hugging Face's transformers library: published ones in, trained ones out.
 
 GPT-2's parameters have the names that Hugging Face gives them, except that it calls
-`weight` what Flax calls `kernel`, `embedding`, or `scale`.
+`weight` what Flax calls `kernel`, `embedding`, or `scale`, and keeps the kernels of query,
+key, and value side by side, as `c_attn`.
 """
 
 import base64
 import json
 import os
+import re
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors
 import transformers
 from flax import nnx
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from trainkit import tokenizers
-from trainkit.config import ModelConfig, TrainingConfig
 
 # What a GPT-2 says of itself; a key that its config.json lacks has this value.
 EXPECTED = {
@@ -30,6 +33,8 @@ EXPECTED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "tie_word_embeddings": True,
+    "add_cross_attention": False,
+    "quantization_config": None,
 }
 SIZES = {  # ours: theirs
     "vocab_size": "vocab_size",
@@ -39,6 +44,11 @@ SIZES = {  # ours: theirs
     "n_embd": "n_embd",
 }
 END = ("bos_token_id", "eos_token_id")
+SIDE_BY_SIDE = ("query", "key", "value")  # in c_attn
+TYPES = {"F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64}
+MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of old files: no weights
+TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+TEXTS = ("The value of x", " naïve café", "汉字 🙂", "\n\n\tf(1)  # 20%")
 
 
 def find_folder(name: str) -> Path:
@@ -56,12 +66,31 @@ def find_folder(name: str) -> Path:
     if os.path.isabs(name):
         raise FileNotFoundError(f"init_from: there is no folder {name} on this node")
     try:
-        files = ["config.json", "*.safetensors"]
+        files = [
+            "config.json",
+            "*.safetensors",
+            "*.safetensors.index.json",
+            *TOKENIZERS,
+        ]
         return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ConnectionError(
             f"init_from: cannot get {name!r} from the Hugging Face hub ({error}). Check the "
             "name and the network, or name a folder that all nodes share."
+        ) from error
+
+
+def read_json(path: Path) -> dict:
+    """What a JSON file of a published model says.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"init_from: {path} can't be read as JSON ({error})"
         ) from error
 
 
@@ -71,92 +100,186 @@ def published_shape(name: str) -> dict[str, int]:
     Raises:
         ValueError: it is another kind of model, or its config.json is damaged.
     """
-    path = find_folder(name) / "config.json"
-    try:
-        theirs = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"init_from: {path} can't be read as JSON ({error})"
-        ) from error
-    refuse_others(name, theirs, EXPECTED)
+    theirs = read_json(find_folder(name) / "config.json")
+    inner = theirs.get("n_inner") and 4 * theirs.get("n_embd", 0)
+    for key, value in (EXPECTED | {"n_inner": inner}).items():
+        if (found := theirs.get(key, value)) != value:
+            raise ValueError(
+                f"init_from: {name} has {key} {found!r}, expected {value!r}"
+            )
     missing = [key for key in SIZES.values() if key not in theirs]
     if missing:
         raise ValueError(f"init_from: {name}/config.json has no {', '.join(missing)}")
     return {ours: theirs[key] for ours, key in SIZES.items()}
 
 
-def refuse_others(name: str, theirs: dict, expected: dict) -> None:
-    """Raise a ValueError if a model says something else of itself than `expected`."""
-    for key, value in expected.items():
-        if (found := theirs.get(key, value)) != value:
+def check_tokenizer(name: str, tokenizer: str) -> None:
+    """Refuse weights that come with another tokenizer than the run's.
+
+    Raises:
+        ValueError: with a text of which the two make different tokens.
+    """
+    folder = find_folder(name)
+    if not any((folder / file).exists() for file in TOKENIZERS[:2]):
+        return
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(folder),
+        tokenizers.load(tokenizer),
+    )
+    for text in TEXTS:
+        found = theirs(text, add_special_tokens=False)["input_ids"]
+        if found != (expected := ours.encode_ordinary(text)):
             raise ValueError(
-                f"init_from: {name} has {key} {found!r}, expected {value!r}"
+                f"tokenizer: that of {name}, with which init_from's weights were trained, "
+                f"makes {found} of {text!r}, and {tokenizer} makes {expected}. Set tokenizer: "
+                f"{name}"
             )
+    if theirs.eos_token_id not in (None, ours.eot_token):
+        raise ValueError(
+            f"tokenizer: that of {name} ends a text with {theirs.eos_token_id}, and "
+            f"{tokenizer} with {ours.eot_token}. Set tokenizer: {name}"
+        )
 
 
-def load_weights(config: TrainingConfig, params: nnx.State) -> nnx.State:
+def files_of(folder: Path) -> dict[str, set[str] | None]:
+    """The weights' files, with the tensors that an index names in each; None: all.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, or two forms of them.
+    """
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() and index.exists():
+        raise ValueError(
+            f"init_from: {folder} has both {whole.name} and {index.name}; remove one of them"
+        )
+    if whole.exists():
+        return {whole.name: None}
+    if not index.exists():
+        raise FileNotFoundError(
+            f"init_from: {folder} has no {whole.name}, and no {index.name}"
+        )
+    files = defaultdict(set)
+    for tensor, file in dict(read_json(index).get("weight_map", {})).items():
+        files[Path(file).name].add(tensor)
+    return dict(files)
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a published model, by name, without the prefix "transformer.".
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or damaged, a tensor isn't where the
+            index says, is there twice, or has a type that isn't of floating-point numbers.
+    """
+    tensors = {}
+    for file, expected in files_of(folder).items():
+        try:
+            found = dict(safetensors.deserialize((folder / file).read_bytes()))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"init_from: {folder} has no {file}") from error
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"init_from: {folder / file} can't be read ({error}); it may be cut off. Get "
+                "it anew."
+            ) from error
+        if expected is not None and (differing := expected ^ found.keys()):
+            raise ValueError(
+                f"init_from: {folder / file} and the index differ in {name_some(differing)}"
+            )
+        for tensor, about in found.items():
+            name = tensor.removeprefix("transformer.")
+            if MASKS.fullmatch(name):
+                continue
+            if about["dtype"] not in TYPES or name in tensors:
+                flaw = "twice" if name in tensors else f"as {about['dtype']}"
+                raise ValueError(
+                    f"init_from: {folder / file} has {name} {flaw}; expected it once, as "
+                    f"{', '.join(TYPES)}"
+                )
+            values = np.frombuffer(about["data"], TYPES[about["dtype"]])
+            tensors[name] = values.reshape(about["shape"])
+    return tensors
+
+
+def load_weights(config, params: nnx.State) -> nnx.State:
     """`params` with their values replaced by those of the model `config.init_from`.
 
     Every worker reads the whole file, and each of its devices takes its part.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged, or a tensor is missing
-            or has another shape.
+        FileNotFoundError, ValueError: as `read_tensors` says; or a tensor is missing, is
+            none of GPT-2's, or has another shape.
     """
     folder = find_folder(config.init_from)
-    tensors = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"init_from: {folder} holds no *.safetensors file")
-    for file in files:
-        try:
-            tensors |= load_file(file)
-        except SafetensorError as error:
+    tensors, shapes = read_tensors(folder), tensor_shapes(config, params)
+    head = tensors.pop("lm_head.weight", None)
+    for what, names in (
+        ("lacks", shapes.keys() - tensors.keys()),
+        ("has tensors that a GPT-2 hasn't:", tensors.keys() - shapes.keys()),
+    ):
+        if names:
+            raise ValueError(f"init_from: {folder} {what} {name_some(names)}")
+    for name, shape in shapes.items():
+        if (found := tensors[name].shape) != shape:
             raise ValueError(
-                f"init_from: {file} can't be read ({error}); it may be cut off. Get it anew."
-            ) from error
-    tensors = {
-        name.removeprefix("transformer."): value for name, value in tensors.items()
-    }
+                f"init_from: {name} in {folder} has the shape {found}, expected {shape}"
+            )
+    if head is not None and not np.array_equal(head, tensors["wte.weight"]):
+        raise ValueError(
+            f"init_from: lm_head.weight and wte.weight in {folder} differ; GPT-2 ties them"
+        )
+    padding = config.padded_vocab_size - config.vocab_size
+    tensors["wte.weight"] = np.pad(tensors["wte.weight"], ((0, padding), (0, 0)))
 
     def load_param(path, param):
-        name, shape = tensor_of(path, param.shape)
-        if name not in tensors:
-            raise ValueError(f"init_from: {folder} has no tensor {name}")
+        name, part = tensor_of(path)
         value = tensors[name]
-        if name == "wte.weight":
-            value = np.pad(value, ((0, config.padded_vocab_size - len(value)), (0, 0)))
-        if value.shape != shape:
-            raise ValueError(
-                f"init_from: {name} in {folder} has the shape {tensors[name].shape}, "
-                f"expected {shape}"
-            )
-        value = value.reshape(param.shape).astype(param.dtype)
+        if part is not None:
+            value = np.split(value, len(SIDE_BY_SIDE), axis=-1)[part]
+        value = value.astype(param.dtype)
         return param.replace(
             jax.make_array_from_callback(value.shape, param.sharding, value.__getitem__)
         )
 
-    return nnx.from_flat_state(
-        [(p, load_param(p, v)) for p, v in nnx.to_flat_state(params)]
-    )
+    return nnx.map_state(load_param, params)
 
 
-def tensor_of(path: tuple, shape: tuple) -> tuple[str, tuple]:
-    """The name and the shape of the Hugging Face tensor for our parameter."""
+def name_some(names) -> str:
+    """The first few of some names."""
+    return ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def tensor_of(path: tuple) -> tuple[str, int | None]:
+    """The Hugging Face tensor that has our parameter, and which part of it, if not all."""
     *modules, leaf = map(str, path)
-    if modules[-1] == "c_attn":  # query, key, and value lie side by side
-        shape = (*shape[:-2], 3 * shape[-1])
-    return ".".join([*modules, "bias" if leaf == "bias" else "weight"]), shape
+    part = None
+    if modules[-1] in SIDE_BY_SIDE:
+        part, modules[-1] = SIDE_BY_SIDE.index(modules[-1]), "c_attn"
+    return ".".join([*modules, "bias" if leaf == "bias" else "weight"]), part
 
 
-def to_tensors(config: ModelConfig, params: nnx.State) -> dict[str, np.ndarray]:
-    """`params` as float32 tensors under Hugging Face's names, without padding."""
-    found = {}
+def tensor_shapes(config, params: nnx.State) -> dict[str, tuple[int, ...]]:
+    """The shapes of Hugging Face's tensors for `params`."""
+    shapes = {}
     for path, param in nnx.to_flat_state(params):
-        name, shape = tensor_of(path, param.shape)
-        found[f"transformer.{name}"] = np.asarray(param[...]).reshape(shape)
-    wte = found["transformer.wte.weight"]
-    return found | {"transformer.wte.weight": wte[: config.vocab_size].copy()}
+        name, part = tensor_of(path)
+        *others, last = param.shape
+        shapes[name] = (*others, last if part is None else last * len(SIDE_BY_SIDE))
+    return shapes | {"wte.weight": (config.vocab_size, config.n_embd)}
+
+
+def to_tensors(config, params: nnx.State) -> dict[str, np.ndarray]:
+    """`params` as float32 tensors under Hugging Face's names, without padding."""
+    parts = defaultdict(dict)
+    for path, param in nnx.to_flat_state(params):
+        name, part = tensor_of(path)
+        parts[f"transformer.{name}"][part or 0] = np.asarray(param[...])
+    tensors = {
+        name: np.concatenate([found[i] for i in sorted(found)], axis=-1)
+        for name, found in parts.items()
+    }
+    wte = tensors["transformer.wte.weight"]
+    return tensors | {"transformer.wte.weight": wte[: config.vocab_size].copy()}
 
 
 def export(model: nnx.Module, folder: str | Path) -> Path:
@@ -192,7 +315,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     return staging.replace(folder)
 
 
-def their_config(config: ModelConfig, **others) -> transformers.GPT2Config:
+def their_config(config, **others) -> transformers.GPT2Config:
     """The same model in the words of the transformers library."""
     return transformers.GPT2Config(
         vocab_size=config.vocab_size,

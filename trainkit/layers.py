@@ -1,4 +1,4 @@
-"""What a model is made of: layers, attention, blocks, and the loss.
+"""What Flax lacks for a language model: attention, a loop over blocks, the loss in parts.
 
 Attention has a kernel for each platform; blocks run one by one or scanned; logits are the
 largest array of all, so the loss takes them in parts. In the comments, B is the batch, T the
@@ -15,41 +15,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from trainkit import devices
-from trainkit.config import SPLASH_BLOCK, ModelConfig
-
-
-def linear(config: ModelConfig, inputs, outputs, axes, *, residual=False, rngs):
-    """A dense layer with GPT-2's initialization; `axes` names those of its kernel.
-
-    Args:
-        residual: whether the result is added to the residual stream. Such weights begin
-            smaller, by 1 / sqrt(2 n_layer) (Radford et al. 2019, section 2.3).
-    """
-    std = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
-    return nnx.LinearGeneral(
-        inputs,
-        outputs,
-        kernel_init=nnx.with_partitioning(nnx.initializers.normal(std), axes),
-        bias_init=nnx.with_partitioning(nnx.initializers.zeros, axes[1:]),
-        dtype=config.compute_dtype,
-        rngs=rngs,
-    )
-
-
-def embedding(config: ModelConfig, rows: int, axis: str | None, *, rngs) -> nnx.Embed:
-    """A table of `rows` embeddings, [rows, D], float32; `axis` names its first axis.
-
-    The gradient of a frequent token is a sum over thousands of places, too many for
-    bfloat16's eight bits of precision.
-    """
-    init = nnx.with_partitioning(nnx.initializers.normal(0.02), (axis, "embed"))
-    return nnx.Embed(rows, config.n_embd, embedding_init=init, rngs=rngs)
-
-
-def layer_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """GPT-2's layer norm."""
-    dtype = config.compute_dtype
-    return nnx.LayerNorm(config.n_embd, epsilon=1e-5, dtype=dtype, rngs=rngs)
+from trainkit.config import SPLASH_BLOCK
 
 
 def attend(
@@ -69,15 +35,12 @@ def attend(
         kernel = partial(
             jax.nn.dot_product_attention, is_causal=True, implementation=kind
         )
-    axes = devices.automatic_axes()
-    if kind == "xla" or not axes:
+    if kind == "xla" or "tensor" not in devices.automatic_axes():
         return kernel(q, k, v)
-    # XLA can't look into a kernel to divide its work: each device takes its own windows,
-    # unless it has them already, and its own heads.
-    windows = devices.BATCH_AXES if set(devices.BATCH_AXES) <= axes else None
-    spec = PartitionSpec(windows, None, "tensor")
+    # XLA can't look into a kernel to divide its work: each device takes its own heads.
+    heads = PartitionSpec(None, None, "tensor")
     return jax.shard_map(
-        kernel, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        kernel, in_specs=heads, out_specs=heads, axis_names={"tensor"}, check_vma=False
     )(q, k, v)
 
 
@@ -100,26 +63,6 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
     q, k, v = (x.swapaxes(1, 2) for x in (q / math.sqrt(size), k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
-
-
-def project_to_heads(
-    linear: nnx.LinearGeneral, x: jax.Array, n_head: int
-) -> list[jax.Array]:
-    """What `linear` makes of `x`, [B, T, D]: query, key, and value, [B, T, H, D/H] each.
-
-    The kernel is [D, 3, D]. One wide product would have to be cut afterwards, and the
-    attention kernels want each part by itself: three products write them so.
-    """
-    B, T, _ = x.shape
-    kernel, bias = (p[...].astype(linear.dtype) for p in (linear.kernel, linear.bias))
-    parts = (x @ kernel[:, i] + bias[i] for i in range(kernel.shape[1]))
-    return [part.reshape(B, T, n_head, -1) for part in parts]
-
-
-@jax.checkpoint
-def gelu(x: jax.Array) -> jax.Array:
-    """GELU in GPT-2's tanh form, which keeps `x` for the backward pass and nothing else."""
-    return nnx.gelu(x, approximate=True)
 
 
 def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> jax.Array:
@@ -148,16 +91,12 @@ def run_blocks(
     """The last block's output, [B, T, D], from the first block's input `x`.
 
     With `scan`, `scan_blocks` computes it, except when generating, with `caches`.
-
-    XLA finds out by itself how to divide every intermediate result over the devices, but
-    between blocks it needs a hint: each device keeps its own windows, and fetches the
-    parameters that it lacks.
     """
     if scan and caches is None:
-        return devices.divide_windows(scan_blocks(blocks, x, rngs))
+        return scan_blocks(blocks, x, rngs)
     for block, cache in zip(blocks, caches or [None] * len(blocks)):
-        x = block(devices.divide_windows(x), rngs=rngs, cache=cache)
-    return devices.divide_windows(x)
+        x = block(x, rngs=rngs, cache=cache)
+    return x
 
 
 def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
@@ -166,8 +105,8 @@ def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Ar
     With dropout, it draws other numbers.
 
     Many blocks compile to a long program, and this one stays short. `jax.checkpoint` keeps
-    only each block's input; the backward pass computes the rest again but for the MLP's
-    second product, which costs a quarter more arithmetic and saves memory.
+    only each block's input; the backward pass computes the rest again, and with `fsdp`
+    fetches the block's parameters again. That costs a quarter more arithmetic.
     """
     graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
@@ -177,7 +116,7 @@ def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Ar
     def run_block(x, layer):
         state, key = layer
         rngs = None if key is None else nnx.Rngs(dropout=key)
-        return nnx.merge(graph, state)(devices.divide_windows(x), rngs=rngs), None
+        return nnx.merge(graph, devices.fetch_marked(state))(x, rngs=rngs), None
 
     return jax.lax.scan(run_block, x, (stacked, keys))[0]
 

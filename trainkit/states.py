@@ -8,15 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import flax
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from trainkit import huggingface
+from trainkit import devices
 from trainkit.config import ModelConfig, TrainingConfig
-
-# Parameters name their axes before there is a mesh; `initial_state` places them, all at once.
-flax.config.update("flax_always_shard_variable", False)
 
 
 def abstract_model(create_model: Callable, config: ModelConfig) -> nnx.Module:
@@ -28,7 +25,7 @@ def abstract_model(create_model: Callable, config: ModelConfig) -> nnx.Module:
         structure.append(graph)
         return weights
 
-    weights = jax.eval_shape(create)  # nnx.eval_shape would divide them over the mesh
+    weights = jax.eval_shape(create)
     return nnx.merge(*structure, weights)
 
 
@@ -61,17 +58,28 @@ def abstract_state(
 ) -> Any:
     """The shape, dtype, and sharding of every array of the state; allocates nothing.
 
+    What the optimizer keeps of a parameter, under its name and in its shape, is divided as
+    the parameter is; all else is whole on each device.
+
     Args:
-        rules: which mesh axis divides each logical axis of the parameters.
+        create_state: makes a pytree with `params`.
+        rules: which mesh axes divide a parameter; `devices.parameter_specs` explains them.
     """
     shapes = jax.eval_shape(partial(create_state, config))
-    with nnx.logical_axis_rules(rules):
-        shardings = nnx.get_named_sharding(shapes, mesh)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    specs = devices.parameter_specs(shapes.params, rules, mesh)
+    specs = {devices.name_of(path): s for path, s in jax.tree.leaves_with_path(specs)}
+    params = jax.tree.leaves_with_path(shapes.params)
+    params = {devices.name_of(path): x.shape for path, x in params}
+
+    def place(path, x):
+        name = devices.name_of(path)
+        while name and name not in params:  # opt_state/1/0/mu/h/0/... -> h/0/...
+            name = name.partition("/")[2]
+        spec = specs[name] if params.get(name) == x.shape else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(place, shapes)
 
 
 def initial_state(create_state: Callable, config: TrainingConfig, abstract: Any) -> Any:
@@ -85,5 +93,7 @@ def initial_state(create_state: Callable, config: TrainingConfig, abstract: Any)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     state = jax.jit(create_state, static_argnums=0, out_shardings=shardings)(config)
     if config.init_from != "scratch":
+        from trainkit import huggingface  # slow, and needed here only
+
         state = state._replace(params=huggingface.load_weights(config, state.params))
     return state

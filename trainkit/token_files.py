@@ -11,6 +11,7 @@ Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orba
 import contextlib
 import errno
 import glob
+import hashlib
 import json
 import math
 import os
@@ -24,26 +25,26 @@ import numpy as np
 import ray.data
 from tqdm import tqdm
 
-from trainkit import fingerprints, tokenizers
+from trainkit import tokenizers
 
-WINDOWS_AT_ONCE = 2**20  # that Ray Data plans
+WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
+WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
 OURS = (ValueError, ConnectionError, FileNotFoundError)  # raised on purpose, in tasks
-WINDOWS_IN_BLOCK = 8_192  # windows that a task reads: 16 MB at GPT-2's block_size
+SAMPLE = 2**16  # bytes
 
 
-def in_order(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """The same dataset, with its rows in order however its tasks finish; and no bars.
+def read_in_order(context: ray.data.DataContext) -> None:
+    """Let datasets give their rows in order however their tasks finish; and show no bars.
 
     A worker reads its own windows, for which a CPU is enough. Without that limit, the
     dataset of each worker would ask an autoscaler for more.
     """
-    options = dataset.context.execution_options
-    dataset.context.enable_progress_bars = False
+    options = context.execution_options
+    context.enable_progress_bars = False
     options.preserve_order = True
     if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=1)
-    return dataset
 
 
 def existing(config, source: dict) -> dict | None:
@@ -202,7 +203,8 @@ def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
         ValueError, ConnectionError, FileNotFoundError: what a task of ours found wrong.
     """
     try:
-        for rows in in_order(tokenized).iter_batches(batch_size=None):
+        read_in_order(tokenized.context)
+        for rows in tokenized.iter_batches(batch_size=None):
             yield from zip(rows["split"], rows["tokens"])
     except ray.exceptions.RayTaskError as error:  # which has the task's error as text
         kinds = {kind.__name__: kind for kind in OURS}
@@ -280,10 +282,25 @@ def digest(config) -> dict[str, str]:
     each = np.dtype(config.token_dtype).itemsize
     paths = {split: path_of(config, split) for split in ("train", "val")}
     return {
-        split: f"{path.stat().st_size // each:,} tokens, {fingerprints.of_file(path)}"
+        split: f"{path.stat().st_size // each:,} tokens, {file_digest(path)}"
         for split, path in paths.items()
         if path.exists()  # a run may stream its text
     }
+
+
+def file_digest(path: str | Path) -> str:
+    """What tells a file from others: a hash of its size, and of its contents.
+
+    Of more than 64 MiB, a thousand samples of 64 KiB count.
+    """
+    size, hashed = os.path.getsize(path), hashlib.blake2b(digest_size=8)
+    hashed.update(str(size).encode())
+    samples = min(math.ceil(size / SAMPLE), 1_024)
+    with open(path, "rb") as file:
+        for i in range(samples):
+            file.seek(i * max(size - SAMPLE, 0) // max(samples - 1, 1))
+            hashed.update(file.read(SAMPLE))
+    return hashed.hexdigest()
 
 
 def count_windows(config, split: str) -> int:
@@ -352,53 +369,58 @@ def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return index.astype(np.int64)
 
 
-def window_at(config, split: str, sequence: np.ndarray) -> np.ndarray:
-    """Which window of its file stands at each place of the run, int64.
+def window_numbers(
+    config, split: str, steps: range, rows: np.ndarray | None = None
+) -> np.ndarray:
+    """Which windows of a file belong to these steps, int64 [steps, rows].
 
-    An epoch of "train" has each window once, in an order of its own; "val" isn't shuffled.
+    They are a function of the seed and the step: an epoch of "train" has each window once,
+    in an order of its own; "val" isn't shuffled.
 
     Args:
-        sequence: places in the run: step x batch_size + place in the batch.
+        rows: places of a batch, int [rows], such as a worker's; None: all.
     """
+    rows = np.arange(config.batch_size) if rows is None else rows
+    places = np.arange(steps.start, steps.stop)[:, None] * config.batch_size + rows
     n_windows = count_windows(config, split)
-    epoch, window = np.divmod(sequence, n_windows)
+    epoch, window = np.divmod(places, n_windows)
     if split == "train":
-        key = config.seed * 2**32 + epoch
-        window = shuffle_index(window, n_windows, key)
+        window = shuffle_index(window, n_windows, config.seed * 2**32 + epoch)
     return window
 
 
-def read(config, split: str, windows: np.ndarray) -> np.ndarray:
-    """The windows with these numbers, `config.token_dtype` [windows, block_size + 1].
+def read(config, split: str, numbers: np.ndarray) -> np.ndarray:
+    """The windows with these numbers, `config.token_dtype` [..., block_size + 1].
 
     Raises:
         OSError: the file ends too soon.
     """
     path, T = path_of(config, split), config.block_size
-    tokens = np.empty((len(windows), T + 1), config.token_dtype)
+    tokens = np.empty((numbers.size, T + 1), config.token_dtype)
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # Linux: don't read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for row, window in zip(tokens, windows.tolist()):
+        for row, window in zip(tokens, numbers.ravel().tolist()):
             file.seek(window * T * tokens.itemsize)
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{path} ended, or couldn't be read, in window {window}")
-    return tokens
+    return tokens.reshape(*numbers.shape, T + 1)
 
 
-def count_blocks(windows: int) -> int:
-    """Into how many tasks to divide the reading of so many windows."""
-    return max(math.ceil(windows / WINDOWS_IN_BLOCK), 1)
+def parts_of(numbers: np.ndarray) -> list[np.ndarray]:
+    """`numbers`, [steps, rows], cut into parts of some steps: a task reads one, in advance."""
+    steps = max(WINDOWS_AT_ONCE // numbers.shape[1], 1)
+    return [numbers[start : start + steps] for start in range(0, len(numbers), steps)]
 
 
-def step_ranges(config, first_step: int) -> Iterator[range]:
-    """The steps of a run from `first_step` on, in parts of a million windows or so.
+def cut_steps(config, steps: range) -> Iterator[range]:
+    """`steps` in ranges of so many windows; each becomes a Ray Dataset.
 
     Ray Data plans all tasks of a dataset before the first starts.
     """
-    stride = math.ceil(WINDOWS_AT_ONCE / config.batch_size)
-    for step in range(first_step, config.max_steps, stride):
-        yield range(step, min(step + stride, config.max_steps))
+    stride = math.ceil(WINDOWS_IN_RANGE / config.batch_size)
+    for start in range(0, len(steps), stride):
+        yield steps[start : start + stride]
 
 
 def is_running(process: int | str) -> bool:

@@ -13,6 +13,7 @@ import tiktoken
 import tokenizers
 
 GPT2 = "gpt2"
+BUILTIN = "builtin"  # 2,048 tokens, made by ci/make_vocabulary.py
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which end a text
 
 
@@ -59,8 +60,9 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
     """The tokenizer of that name; what it is made of is fetched once, unless it's there.
 
     Args:
-        name: an encoding of tiktoken, such as "gpt2"; or a tokenizer.json, a folder with
-            one, or a model on the Hugging Face hub that has one.
+        name: an encoding of tiktoken, such as "gpt2"; "builtin", that of the smoke run; a
+            tokenizer.json, a folder with one, or a model on the Hugging Face hub that has
+            one.
 
     Raises:
         ConnectionError: it isn't there, and can't be fetched.
@@ -86,6 +88,8 @@ def find_file(name: str) -> Path:
     Raises:
         FileNotFoundError, ConnectionError: there is none.
     """
+    if name == BUILTIN:
+        return Path(__file__).with_name("builtin_tokenizer.json")
     path = Path(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     if path.is_file():

@@ -13,10 +13,12 @@ import sys
 
 import jax
 import ray
+import ray.data
 import ray.train
+from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup
 
-from trainkit import devices
+from trainkit import devices, token_files
 from trainkit.config import TrainingConfig, count_parts, most_workers
 
 DEFAULTS = {
@@ -93,28 +95,6 @@ def describe_split(config: TrainingConfig) -> dict[str, int | str]:
     }
 
 
-def scaling_config(config: TrainingConfig) -> ray.train.ScalingConfig:
-    """The workers that `config` asks for, as a request to Ray Train.
-
-    Raises:
-        RuntimeError, ValueError: as `with_num_workers` says.
-    """
-    config = with_num_workers(config)
-    needs = {
-        "cpu": {"CPU": config.cpus_per_worker},
-        "gpu": {"CPU": config.cpus_per_worker, "GPU": config.devices_per_worker},
-        "tpu": {"TPU": config.devices_per_worker},
-    }
-    return ray.train.ScalingConfig(
-        num_workers=config.num_workers,
-        use_gpu=config.platform == "gpu",
-        use_tpu=config.platform == "tpu",
-        topology=config.topology,
-        accelerator_type=config.accelerator_type,
-        resources_per_worker=needs[config.platform],
-    )
-
-
 def check_resources(config: TrainingConfig) -> None:
     """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
 
@@ -125,7 +105,7 @@ def check_resources(config: TrainingConfig) -> None:
     """
     config, available = with_num_workers(config), ray.cluster_resources()
     workers = config.worker_range[0]
-    each = {"CPU": 0} | scaling_config(config).resources_per_worker
+    each = {"CPU": 0} | config.resources_per_worker
     needs = {k: n * workers for k, n in each.items()}
     needs["CPU"] += 1  # a task that reads
     missing = {k: n for k, n in needs.items() if n > available.get(k, 0)}
@@ -189,6 +169,9 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         # And no product is merged with its neighbor, to be cut apart by copies: attention
         # takes k and v apart. XLA of JAX 0.12 would merge them.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
+        if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # perhaps each node's own
+            # Processes that share the search for kernels wait for those that don't search.
+            ours += " --xla_gpu_shard_autotuning=false"
         flags = f"{ours} {flags}"
     if flags:
         variables["XLA_FLAGS"] = flags.strip()
@@ -256,15 +239,18 @@ leave_out_cleaner()  # in every process that may launch a run
 def release_placement_groups() -> None:
     """Free what workers of this process's runs still hold whose controller has died.
 
-    Ray frees it when this process ends, and a rerun before that would wait for it. Call
-    this when no run of this process is under way. A placement group's id ends in the id
-    of its job, which is this process.
+    Ray frees it when this process ends, and a rerun before that would wait for it. Only
+    Ray's own table, which has no public form, says which actor made a placement group.
     """
-    job = ray.get_runtime_context().get_job_id()
-    for group, about in ray.util.placement_group_table().items():
-        if group.endswith(job) and about["state"] != "REMOVED":
-            found = PlacementGroup(ray.PlacementGroupID.from_hex(group))
-            ray.util.remove_placement_group(found)
+    job = bytes.fromhex(ray.get_runtime_context().get_job_id())
+    nobody = ray.ActorID.nil().binary()  # the driver itself
+    table = ray._private.state.state._connect_and_get_accessor()
+    for row in table.get_placement_group_table():
+        group = gcs_pb2.PlacementGroupTableData.FromString(row)
+        orphan = group.creator_actor_dead and group.creator_actor_id != nobody
+        if orphan and group.creator_job_id == job:
+            found = ray.PlacementGroupID(group.placement_group_id)
+            ray.util.remove_placement_group(PlacementGroup(found))
 
 
 def check_generation(config: TrainingConfig, device: jax.Device) -> None:
@@ -288,7 +274,7 @@ def check_generation(config: TrainingConfig, device: jax.Device) -> None:
 
 def say_if_no_cpu_is_left(config: TrainingConfig) -> None:
     """Print that the workers have taken all CPUs, as after a node was lost."""
-    each = scaling_config(config).resources_per_worker.get("CPU", 0)
+    each = config.resources_per_worker.get("CPU", 0)
     total, taken = ray.cluster_resources().get("CPU", 0), each * config.num_workers
     if total - taken < 1:
         print(
@@ -321,6 +307,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         check_generation(config, jax.local_devices()[0])
     if jax.process_index() == 0:
         say_if_no_cpu_is_left(config)
+    token_files.read_in_order(ray.data.DataContext.get_current())
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh

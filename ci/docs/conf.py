@@ -31,7 +31,11 @@ include_patterns = [
     "README.ipynb",
     *(f"{page}.md" for page in PAGES if page != root_doc),
 ]
-include_patterns += ["trainkit/*.py", "configs/**.yaml"]  # what these pages link to
+include_patterns += [
+    "trainkit/*.py",
+    "examples/*.py",
+    "configs/**.yaml",
+]  # linked to
 exclude_patterns = [".*", "build", "data", "storage"]  # folders not worth a walk
 
 extensions = ["myst_nb", "sphinx_copybutton"]

@@ -1,0 +1,237 @@
+"""One launch of a run at a time, whoever launches it, and however it ends."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accidents import wait_for
+
+import trainkit.checkpoints
+import trainkit.lock
+
+ROOT = Path(__file__).resolve().parent.parent
+HOLD = """
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from trainkit import lock
+from trainkit.config import TrainingConfig
+with lock.hold(TrainingConfig(**json.loads(sys.argv[2]))) as mark:
+    if sys.argv[3] == "fork" and os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(mark, flush=True)
+    sys.stdin.read()
+"""
+PROCESSES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+MOUNTS = ["unshare", "--mount"]
+HOST = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "-"]
+AHEAD = ["unshare", "--time", "--boottime", "3600", "--fork", "--kill-child"]
+
+
+@contextlib.contextmanager
+def holder(config, *prefix: str, how: str = ""):
+    """Another process that holds the run; gives it, and its mark or what it says instead."""
+    settings = json.dumps(dataclasses.asdict(config))
+    command = [*prefix, sys.executable, "-c", HOLD, str(ROOT), settings, how]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(
+        command, text=True, **pipes, start_new_session=True
+    ) as process:
+        try:
+            mark = process.stdout.readline().strip()
+            if not mark and "unshare: " in (said := process.stderr.read()):
+                message = f"no namespaces here: {said}"
+                pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+            yield process, mark or said
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_free(config) -> bool:
+    try:
+        with trainkit.lock.hold(config):
+            return True
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.parametrize("prefix", [[], PROCESSES, MOUNTS, HOST, AHEAD])
+def test_one_launch_at_a_time(small, prefix):
+    """In other namespaces of processes, mounts, host names, and clocks, too."""
+    config = small()
+    with holder(config, *prefix) as (process, mark):
+        with pytest.raises(RuntimeError) as error:
+            with trainkit.lock.hold(config):
+                raise AssertionError
+        assert f"run_name: another launch trains {config.run_path}: {mark}" in str(
+            error.value
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_for(
+            lambda: is_free(config), 10, what="the lock of a driver that was killed"
+        )
+    with trainkit.lock.hold(config):
+        with holder(config, *prefix) as (process, said):
+            assert "another launch trains" in said and f"process {os.getpid()}" in said
+
+
+def test_a_process_that_the_driver_forked_does_not_keep_the_lock(small):
+    config = small()
+    with holder(config, how="fork") as (process, _):
+        process.kill()
+        process.wait()
+        wait_for(lambda: is_free(config), 10, what="the lock")
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError, SystemExit])
+def test_a_launch_that_ends_in_this_process_frees_the_run(small, error):
+    config, outcomes = small(), []
+    with contextlib.suppress(KeyboardInterrupt, ValueError, SystemExit):
+        with trainkit.lock.hold(config):
+            assert not is_free(config)
+            thread = threading.Thread(target=lambda: outcomes.append(is_free(config)))
+            thread.start()
+            thread.join()
+            if error:
+                raise error
+    assert outcomes == [False] and is_free(config)
+    assert is_free(small(run_name="another"))
+    assert not (config.run_path / "launch.txt").exists()
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A function that makes this process a worker of the launch of a mark."""
+    monkeypatch.setattr(trainkit.lock, "joined", {})
+
+    def join(config, mark: str) -> None:
+        trainkit.lock.joined[str(config.run_path)] = mark
+        trainkit.lock.confirm(config)
+
+    return join
+
+
+def test_workers_of_a_driver_that_was_killed_stop_at_the_next_launch(small, joined):
+    config = small()
+    with holder(config) as (process, mark):
+        joined(config, mark)
+        process.kill()
+        process.wait()
+    trainkit.lock.confirm(config)  # no one else has the run
+    with trainkit.lock.hold(config) as other:
+        with pytest.raises(RuntimeError) as error:
+            trainkit.lock.confirm(config)
+    assert f"belongs to {other}, and this worker to {mark}" in str(error.value)
+    with pytest.raises(RuntimeError, match="belongs to no launch"):
+        trainkit.lock.confirm(config)  # nor when that one has ended
+
+
+def test_locks_that_each_node_has_for_itself(small, joined):
+    """Both drivers get one; the workers of the first stop, and those of the second don't."""
+    config = small()
+    own = config.run_path.parent / "own-lock"
+    config.run_path.mkdir(parents=True)
+    for path in (own, config.run_path / "launch.lock"):
+        path.touch()
+    mount = f'mount --bind {own} {config.run_path}/launch.lock; exec "$@"'
+    with holder(config) as (_, first):
+        joined(config, first)
+        with holder(config, *MOUNTS, "sh", "-ec", mount, "-") as (_, second):
+            assert second.startswith("process ") and second != first
+            with pytest.raises(
+                RuntimeError, match="belongs to process .* this one ends"
+            ):
+                trainkit.lock.confirm(config)
+            joined(config, second)
+
+
+def test_a_path_that_is_another_folder_on_this_node(small, joined, tmp_path):
+    """Without a mark, or with that of a launch long ago."""
+    config, there = small(), small(storage_path=str(tmp_path / "there"))
+    with trainkit.lock.hold(config) as mark:
+        joined(config, mark)
+        for text in (None, "", "process 7 on far, since then (0123)", mark[:-1]):
+            if text is not None:
+                there.run_path.mkdir(parents=True, exist_ok=True)
+                (there.run_path / "launch.txt").write_text(text)
+            with pytest.raises(
+                RuntimeError, match="another folder on this node"
+            ) as error:
+                joined(there, mark)
+            assert f"on {socket.gethostname()}, {there.run_path}" in str(error.value)
+
+
+def test_without_a_launch_nothing_is_confirmed(small):
+    """As in this process, where tests save."""
+    trainkit.lock.confirm(small())
+
+
+def test_a_worker_saves_for_its_own_launch_only(small, joined):
+    config, state = small(), {"kernel": np.ones((8, 8), np.float32)}
+    with trainkit.lock.hold(config) as mark:
+        joined(config, mark)
+        checkpointer = trainkit.checkpoints.Checkpointer(config)
+        checkpointer.save(state, 10)
+        checkpointer.wait()
+    with trainkit.lock.hold(config), pytest.raises(RuntimeError, match="this one ends"):
+        checkpointer.save(state, 20)
+    assert trainkit.checkpoints.list_saved(config) == ["step_00000010"]
+
+
+def test_a_launch_removes_no_mark_but_its_own(small):
+    """Where another has taken the run, on storage without locks."""
+    config = small()
+    with trainkit.lock.hold(config):
+        (config.run_path / "launch.txt").write_text("process 7 on far")
+    assert trainkit.lock.read_mark(config) == "process 7 on far"
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSYS, errno.ENOLCK, errno.EIO, errno.EACCES]
+)
+def test_a_file_system_without_locks(small, monkeypatch, joined, number):
+    """There, the mark alone decides; other errors are what they are."""
+
+    def acquire(self):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(trainkit.lock.FileLock, "acquire", acquire)
+    config = small()
+    if number in (errno.EIO, errno.EACCES):
+        with pytest.raises(OSError, match=f"cannot write to .*{os.strerror(number)}"):
+            with trainkit.lock.hold(config):
+                raise AssertionError
+        return
+    with trainkit.lock.hold(config) as mark:
+        joined(config, mark)
+        with (
+            trainkit.lock.hold(config),
+            pytest.raises(RuntimeError, match="this one ends"),
+        ):
+            trainkit.lock.confirm(config)
+
+
+def test_storage_that_cannot_be_written(small, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="storage_path: cannot write"):
+        with trainkit.lock.hold(small(storage_path=str(tmp_path / "file"))):
+            raise AssertionError
+
+
+def test_no_soft_lock(small):
+    """It would judge by host names and process numbers."""
+    with trainkit.lock.hold(small()):
+        pass
+    assert [path.name for path in small().run_path.iterdir()] == ["launch.lock"]
