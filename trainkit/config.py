@@ -365,9 +365,8 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
             values["tokenizer"] = name = found_here(name)
             least = tokenizers.load(name).n_vocab
             if (size := values.setdefault("vocab_size", least)) < least:
-                raise ValueError(
-                    f"vocab_size ({size}): {name} has {least}; leave it out"
-                )
+                tokens = f"{least} or more, as tokenizer {name} has; leave it out"
+                raise ValueError(f"vocab_size ({size}): expected {tokens}")
         if source != "scratch":
             from trainkit import huggingface  # slow, and needed here only
 
