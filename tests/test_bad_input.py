@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import datasets
 import numpy as np
