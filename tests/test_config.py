@@ -100,10 +100,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"n_embd": 130}, "n_head (4): expected a divisor of n_embd (130)"),
     ({"learning_rate": 3e-5}, "min_learning_rate (0.0001): |learning_rate (3e-05)"),
     ({"decay_steps": 5}, "decay_steps (5): expected more than warmup_steps (20)"),
-    (
-        {"data_dir": "s3://bucket/data"},
-        "data_dir (s3://bucket/data): expected a folder",
-    ),
+    ({"data_dir": "s3://b/data"}, "data_dir (s3://b/data): expected a folder"),
     ({"storage_path": "ftp9://x"}, "storage_path (ftp9://x): |s3://bucket/runs"),
     ({"vocab_size": 9}, "vocab_size (9): expected 2048 or more|tokenizer builtin"),
     # Kernels.
@@ -123,7 +120,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"fsdp": 4}, "fsdp (4): expected to divide 2 devices with tensor_parallel (1)"),
     ({"fsdp": 2, "num_workers": 3, "batch_size": 6}, "fsdp (2): |3 devices"),
     (
-        {"tensor_parallel": 5, "n_head": 5, "n_embd": 125, "num_workers": 5},
+        {"tensor_parallel": 5, "n_head": 5, "n_embd": 125},
         "tensor_parallel (5): expected a divisor of padded_vocab_size (2048)",
     ),
     ({"tensor_parallel": 8}, "tensor_parallel (8): expected a divisor of n_head (4)"),
@@ -131,10 +128,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"num_workers": [4, 2]}, "num_workers ((4, 2)): |[2, 4]"),
     ({"num_workers": [1, 3], "batch_size": 8}, "num_workers ((1, 3)): |(8)|; 1, 2 do"),
     ({"num_workers": [8, 16], "batch_size": 480}, "; 8, 10, 12, 15, 16 do"),
-    (
-        {"num_workers": [5, 6], "batch_size": 4},
-        "batch_size (4): |5 devices; 5 would do",
-    ),
+    ({"num_workers": [5, 6]}, "batch_size (4): |5 devices; 5 would do"),
     # TPU slices: one of more than eight chips has four in each host.
     ({"topology": "4x4"}, "platform (cpu): expected tpu|topology (4x4)"),
     ({"accelerator_type": "TPU-V6E"}, "platform (cpu): expected tpu|(TPU-V6E)"),
@@ -142,19 +136,13 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     (V6E | {"devices_per_worker": 1}, "devices_per_worker (1): expected 4,"),
     (V6E | {"num_workers": 3}, "num_workers (3): expected a multiple of 4|4x4"),
     (V6E | {"num_workers": [4, 6]}, "num_workers ((4, 6)): expected a multiple of 4"),
-    (
-        V6E | {"topology": "2x4", "devices_per_worker": 3},
-        "devices_per_worker (3): expected a divisor of the 8 chips",
-    ),
+    (V6E | {"topology": "2x4", "devices_per_worker": 3}, "(3): expected a divisor of"),
     (
         V6E | {"topology": "2x2", "devices_per_worker": 8},
-        "devices_per_worker (8): expected a divisor of the 4 chips",
+        "(8): |the 4 chips of a slice",
     ),
     (V6E | {"topology": "3x3"}, "topology (3x3): expected one of TPU-V6E|, 4x4,"),
-    (
-        V6E | {"topology": None, "num_workers": 2},
-        "num_workers (2): expected 1, or|slice",
-    ),
+    (V6E | {"topology": None, "num_workers": 2}, "num_workers (2): expected 1, or"),
     (V6E | {"num_workers": 8, "fsdp": 32}, "fsdp (32): expected to divide 16 devices"),
 ]
 
@@ -259,22 +247,19 @@ def test_batch_follows_the_devices(name, changes, devices, parts, windows):
     assert config.device_windows * math.prod(mesh[:2]) == config.batch_size
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ShapeConfig", "ModelConfig", "RecipeConfig", "MachineConfig", "TrainingConfig"],
-)
-def test_every_attribute_is_a_field(name):
+def test_every_attribute_is_a_field():
     """One without an annotation could be neither set nor checked."""
-    config_class = getattr(trainkit.config, name)
-    fields = {field.name for field in dataclasses.fields(config_class)}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config_class().run_name = "other"
+    fields = {field.name for field in dataclasses.fields(TrainingConfig)}
+    parts = [part for part in TrainingConfig.__mro__ if part is not object]
+    attributes = {name: value for part in parts for name, value in vars(part).items()}
     others = {
-        key
-        for key, value in vars(config_class).items()
-        if not (key.startswith("_") or callable(value) or isinstance(value, property))
+        name
+        for name, value in attributes.items()
+        if not (name[0] == "_" or callable(value) or isinstance(value, property))
     }
-    assert others <= fields
+    assert len(parts) == 5 and others <= fields
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainingConfig().run_name = "other"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -298,7 +283,7 @@ NAMES = [  # a file, what it says, and its run: the same recipe, the same folder
     ("gpt2-124m", "loss_chunks: 2", "gpt2-124m-ad161b", "Skylion007-openwebtext"),
     (
         "a",
-        "max_steps: 7\nscan_layers: true",
+        "max_steps: 7\nfsdp: 2\nscan_layers: true",
         "a-ad161b",
         "Skylion007-openwebtext",
     ),
@@ -330,16 +315,6 @@ def test_names_of_a_run_and_its_data(tmp_path, monkeypatch, stem, text, run, dat
     assert config.run_name == run
     assert Path(config.data_dir) == tmp_path / "storage/data" / data
     assert Path(config.run_path) == tmp_path / "storage/runs" / config.run_name
-
-
-def test_run_name_follows_the_recipe():
-    def name(**changes):
-        return load_config(SMOKE, **changes).run_name
-
-    assert name() == name(max_steps=7, num_workers=1) != name(learning_rate=2e-3)
-    assert name() != name(max_documents=9) != name(max_documents=8)
-    free = {"loss_chunks": 2, "scan_layers": True, "device_batch_size": 1, "fsdp": 2}
-    assert name() == name(**free)  # rounding, at most
 
 
 PLACES = [  # a key, its value, and where that is, from a folder that workers don't share

@@ -80,7 +80,7 @@ def test_what_reads_text_needs_no_jax(name):
 FAR_WORKERS = """
 import os, sys
 import ray, ray.train
-from ray.train.v2.jax import JaxConfig, JaxTrainer
+from ray.train.v2.jax import JaxTrainer
 
 INIT
 os.rename("trainkit", "elsewhere")
@@ -93,6 +93,7 @@ def where(places):
 ray.get(ray.remote(where).remote({"path": sys.argv[1] + "/task"}))
 JaxTrainer(
     where,
+    scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 0.5}),
     train_loop_config={"path": sys.argv[1] + "/worker"},
     run_config=ray.train.RunConfig(
         storage_path=sys.argv[1], worker_runtime_env={"env_vars": {"A": "1"}}

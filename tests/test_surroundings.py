@@ -344,16 +344,13 @@ def test_gpus_that_a_worker_takes(monkeypatch, assigned, visible, of_jax, expect
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
-@pytest.mark.parametrize(
-    "harm", [ConnectionError("gone"), KeyError("step"), TimeoutError()], ids=repr
-)
-def test_an_observer_cannot_end_what_it_observes(capsys, harm):
+def test_an_observer_cannot_end_what_it_observes(capsys):
     seen = []
 
     def send(line):
         seen.append(line["step"])
         if line["step"] == 2:
-            raise harm
+            raise ConnectionError("gone")
 
     observer = trainkit.run_log.Observer(send)
     for step in (1, 2, 3):
@@ -361,7 +358,7 @@ def test_an_observer_cannot_end_what_it_observes(capsys, harm):
     observer.close()
     assert seen == [1, 2, 3] and not observer.thread.is_alive()
     said = capsys.readouterr().out
-    assert f"send failed at step 2; the run continues: {harm!r}" in said
+    assert "send failed at step 2; the run continues: ConnectionError('gone')" in said
 
 
 def test_an_observer_that_hangs_is_left_behind():
