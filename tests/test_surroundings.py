@@ -288,6 +288,7 @@ def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
     assert os.environ[name] == "1"
 
 
+@pytest.mark.slow
 def test_variables_of_jax():
     """A step, an evaluation, and a text, in a process where JAX is set up in another way."""
     script = """

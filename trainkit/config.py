@@ -175,11 +175,9 @@ class MachineConfig:
 
     def mesh_shape(self, workers: int) -> tuple[int, int, int]:
         """Devices along the data, fsdp, and tensor axes."""
-        devices, others = (
-            workers * self.devices_per_worker,
-            self.fsdp * self.tensor_parallel,
-        )
-        return devices // others, self.fsdp, self.tensor_parallel
+        others = self.fsdp * self.tensor_parallel
+        data = workers * self.devices_per_worker // others
+        return data, self.fsdp, self.tensor_parallel
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -238,11 +236,8 @@ def mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     if "://" in config.data_dir:
         yield "data_dir", "a folder that all nodes share"
     if not re.fullmatch(r"((s3|gs)://[^/]|(?!.*://))[^*?[\]]*", config.storage_path):
-        places = "a folder, or as in s3://bucket/runs or gs://bucket/runs"
-        yield (
-            "storage_path",
-            f"{places}, without * ? [ ], which Orbax takes for patterns",
-        )
+        places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ]"
+        yield "storage_path", f"{places}, which Orbax takes for patterns"
     yield from kernel_mistakes(config)
     yield from slice_mistakes(config)
     yield from mesh_mistakes(config)
