@@ -1,8 +1,6 @@
 """The package beside the notebook: its form, what importing it costs, and how it travels."""
 
 import ast
-import dataclasses
-import json
 import os
 import re
 import shutil
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import image
 import pytest
+from notebook_module import code_cells
 
 import trainkit
 
@@ -46,27 +45,21 @@ def imports_of(nodes: Iterable[ast.AST]) -> set[str]:
 @pytest.mark.parametrize("name", TREES)
 def test_imports_point_upwards(name):
     """A module imports those above it in the list, and never the notebook."""
-    above = LISTED[: LISTED.index(name)]
-    imported = imports_of(TREES[name].body)
+    imported = imports_of(ast.walk(TREES[name]))
     ours = {i.split(".")[1] for i in imported if i.startswith("trainkit.")}
-    assert ours <= set(above)
-    packages = {i.split(".")[0] for i in imports_of(ast.walk(TREES[name]))}
+    assert ours <= {*LISTED[: LISTED.index(name)]}
+    packages = {i.split(".")[0] for i in imported}
     assert not packages & {"notebook_module", "nbformat", "tutorial", "__main__"}
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_module_is_explained(name):
-    tree = TREES[name]
-    assert ast.get_docstring(tree)
     kinds = ast.FunctionDef | ast.ClassDef
-    public = [n for n in tree.body if isinstance(n, kinds) and n.name[0] != "_"]
-    for part in [n for n in public if isinstance(n, ast.ClassDef)]:
-        inherited = (
-            {"run"} if "Thread" in " ".join(map(ast.unparse, part.bases)) else set()
-        )
-        methods = [n for n in part.body if isinstance(n, kinds) and n.name[0] != "_"]
-        public += [n for n in methods if n.name not in inherited]
-    assert [node.name for node in public if not ast.get_docstring(node)] == []
+    parts = [n for n in ast.walk(TREES[name]) if isinstance(n, kinds)]
+    classes = [n for n in parts if isinstance(n, ast.ClassDef)]
+    bodies = [TREES[name].body, *(n.body for n in classes)]
+    public = [n for body in bodies for n in body if n in parts and n.name[0] != "_"]
+    assert [n.name for n in (TREES[name], *public) if not ast.get_docstring(n)] == []
 
 
 @pytest.mark.parametrize("name", ["tokenizers", "config", "corpus", "token_files"])
@@ -85,61 +78,49 @@ def test_what_reads_text_needs_no_jax(name):
 
 
 FAR_WORKERS = """
-import dataclasses, json, os, sys
-sys.path[:0] = ["", "ci"]
-os.environ["JAX_PLATFORMS"] = "cpu"
-from notebook_module import code_cells, load_notebook
-import numpy as np, ray, ray.train, trainkit
-from trainkit import workers
-(start,) = [c.source for c in code_cells() if "\\nray.init(" in c.source]
-exec(start.split("resources = ")[0])
-tutorial = load_notebook()
+import os, sys
+import ray, ray.train
+from ray.train.v2.jax import JaxTrainer
+
+INIT
 os.rename("trainkit", "elsewhere")
 
-@ray.remote
-def where():
+def where(places):
     import trainkit.token_files
-    return trainkit.token_files.__file__
+    with open(places["path"], "w") as file:
+        file.write(trainkit.token_files.__file__)
 
-def loop(settings):
-    import trainkit.workers
-    tutorial.train_loop_per_worker(settings)
-    with open(settings["storage_path"] + "/where", "w") as file:
-        file.write(trainkit.workers.__file__)
-
-config = tutorial.TrainingConfig(**json.loads(sys.argv[1]))
-result = tutorial.make_trainer(config, loop).fit()
-assert result.error is None and result.metrics["step"] == config.max_steps
-of_worker = open(config.storage_path + "/where").read()
-print("FOUND", json.dumps([ray.get(where.remote()), of_worker]))
+ray.get(ray.remote(where).remote({"path": sys.argv[1] + "/task"}))
+JaxTrainer(
+    where,
+    scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 0.5}),
+    train_loop_config={"path": sys.argv[1] + "/worker"},
+    run_config=ray.train.RunConfig(
+        storage_path=sys.argv[1], worker_runtime_env={"env_vars": {"A": "1"}}
+    ),
+).fit()
 """
 
 
 @pytest.mark.extra
-def test_package_reaches_workers_that_do_not_see_its_folder(
-    small, write_bins, tmp_path
-):
+def test_package_reaches_workers_that_do_not_see_its_folder(tmp_path):
     """As in a cluster: Ray carries it to tasks and to training workers."""
-    driver = tmp_path / "driver"
-    (driver / "ci").mkdir(parents=True)
-    shutil.copytree(PACKAGE, driver / "trainkit")
-    shutil.copy(ROOT / "README.ipynb", driver)
-    shutil.copy(ROOT / "ci/notebook_module.py", driver / "ci")
-    config = write_bins(small(n_layer=1, max_steps=4, eval_interval=4))
-    settings = json.dumps(dataclasses.asdict(config))
+    shutil.copytree(PACKAGE, tmp_path / "trainkit")
+    (init,) = [c.source for c in code_cells() if "ray.init(" in c.source]
+    script = FAR_WORKERS.replace("INIT", init.split("trainkit.check_cluster")[0])
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, "-c", FAR_WORKERS, settings],
-        cwd=driver,
+        [sys.executable, "-c", script, tmp_path],
+        cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
-    (found,) = re.findall(r"^FOUND (.*)$", result.stdout, re.MULTILINE)
-    for path in map(Path, json.loads(found)):
-        assert not path.is_relative_to(driver) and not path.is_relative_to(ROOT)
+    for name in ("task", "worker"):
+        path = Path((tmp_path / name).read_text())
+        assert not path.is_relative_to(tmp_path) and not path.is_relative_to(ROOT)
 
 
 def test_python_in_a_path_with_a_space_is_refused(tmp_path):
@@ -147,12 +128,8 @@ def test_python_in_a_path_with_a_space_is_refused(tmp_path):
     python = tmp_path / "my folder/python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
-    result = subprocess.run(
-        [python, "-c", "import trainkit.config"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [python, "-c", "import trainkit.config"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode and f"holds a space, found '{python}'" in result.stderr
 
 
@@ -161,95 +138,80 @@ def test_clone_in_a_path_with_a_space_is_refused(tmp_path, script):
     """At once, before anything is installed."""
     clone = tmp_path / "my folder"
     shutil.copytree(ROOT / "ci", clone / "ci")
-    result = subprocess.run(
-        ["bash", clone / "ci" / script], capture_output=True, text=True
-    )
+    command = ["bash", clone / "ci" / script]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and "Move this folder" in result.stderr
     assert not (clone / ".venv").exists()
 
 
-def check_versions(site: Path, **versions: str) -> str:
-    """What a Python that has these versions, by their metadata in `site`, says."""
+VERSIONS = [  # of jax, flax, ray, and orbax-checkpoint; what is said of them
+    ("0.10.2", "0.12.8", "2.60.0", "0.12.8", ""),
+    ("0.11.1", "0.12.8", "2.60.0", "0.12.8", ""),
+    ("0.11.2", "0.12.10", "2.60.0", "0.12.8", ""),
+    ("0.12.0.1", "0.12.12", "2.61.0rc0", "0.13", ""),
+    ("1.0.0.dev20270101", "1.0", "3.0.0.dev0", "0.12.8", ""),
+    ("0.9.2", "0.12.8", "2.60.0", "0.12.8", "jax is 0.9.2, and >= 0.10.2 is needed."),
+    ("0.12.0", "0.9.0", "2.60.0", "0.12.8", "flax is 0.9.0, and >= 0.12.8 is needed."),
+    (
+        "0.12.0",
+        "0.12.12",
+        "2.57.1",
+        "0.12.8",
+        "ray is 2.57.1, and >= 2.60.0 is needed.",
+    ),
+    (
+        "0.10.2",
+        "0.12.12",
+        "2.60.0",
+        "0.12.8",
+        "jax is 0.10.2, and >= 0.11.1 is needed.",
+    ),
+    ("0.12.0", "0.12.9", "2.60.0", "0.12.8", "jax is 0.12.0, and < 0.11.2 is needed."),
+    ("0.12.0", "0.12.12", "2.60.0", "1.0.0rc1", "checkpoint is 1.0.0rc1, and < 1 is"),
+    (
+        None,
+        "0.12.8",
+        None,
+        None,
+        "jax is missing, and >= 0.10.2 is needed; ray is missing",
+    ),
+]
+
+
+@pytest.mark.parametrize("jax, flax, ray, orbax, message", VERSIONS)
+def test_versions_that_do_not_work_are_refused_in_a_sentence(
+    tmp_path, jax, flax, ray, orbax, message
+):
+    """By their metadata, in a Python that has nothing else."""
+    versions = {"jax": jax, "flax": flax, "ray": ray, "orbax-checkpoint": orbax}
     for name, version in versions.items():
-        folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        folder.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        (folder / "METADATA").write_text(text)
+        if version:
+            folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir()
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (folder / "METADATA").write_text(text)
     result = subprocess.run(
         [sys.executable, "-S", "-c", "import trainkit; trainkit.check_versions()"],
-        env={"PYTHONPATH": f"{ROOT}:{site}"},
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,
     )
-    assert result.returncode == bool(result.stderr)
-    return result.stderr.rpartition("ImportError: ")[2]
-
-
-@pytest.mark.parametrize(
-    "jax, flax, ray, message",
-    [
-        ("0.10.2", "0.12.8", "2.60.0", ""),
-        ("0.11.1", "0.12.8", "2.60.0", ""),
-        ("0.11.2", "0.12.10", "2.60.0", ""),
-        ("0.12.0.1", "0.12.12", "2.61.0rc0", ""),
-        ("1.0.0.dev20270101", "1.0", "3.0.0.dev0", ""),
-        ("0.9.2", "0.12.8", "2.60.0", "jax is 0.9.2, and 0.10.2 or newer is needed."),
-        ("0.12.0", "0.9.0", "2.60.0", "flax is 0.9.0, and 0.12.8 or newer is needed."),
-        (
-            "0.12.0",
-            "0.12.12",
-            "2.57.1",
-            "ray is 2.57.1, and 2.60.0 or newer is needed.",
-        ),
-        (
-            "0.10.2",
-            "0.12.12",
-            "2.60.0",
-            "flax 0.12.12 needs jax 0.11.1 or newer, found 0.10.2.",
-        ),
-        (
-            "0.12.0",
-            "0.12.9",
-            "2.60.0",
-            "flax 0.12.9 needs jax 0.11.1 or older, found 0.12.0.",
-        ),
-    ],
-)
-def test_versions_that_do_not_work_are_refused_in_a_sentence(
-    tmp_path, jax, flax, ray, message
-):
-    said = check_versions(tmp_path, jax=jax, flax=flax, ray=ray)
-    assert message in said and bool(said) == bool(message)
+    said = result.stderr.rpartition("ImportError: ")[2]
+    assert message in said and bool(said) == bool(message) == bool(result.returncode)
     assert not said or "-r` and requirements-gpu.txt" in said
-
-
-@pytest.mark.parametrize("version, refused", [("0.12.8", False), ("1.0.0rc1", True)])
-def test_the_next_major_version_of_orbax_is_refused(tmp_path, version, refused):
-    tested = {"jax": "0.12.0", "flax": "0.12.12", "ray": "2.60.0"}
-    said = check_versions(tmp_path, **tested, **{"orbax-checkpoint": version})
-    assert (
-        f"orbax-checkpoint is {version}, and one before 1 is needed" in said
-    ) == refused
-
-
-def test_missing_packages_are_named(tmp_path):
-    assert "jax is missing; ray is missing. Install" in check_versions(
-        tmp_path, flax="0.12.8"
-    )
 
 
 def test_old_python_is_refused(monkeypatch):
     monkeypatch.setattr("platform.python_version", lambda: "3.10.12")
-    with pytest.raises(ImportError, match=r"Python is 3.10.12, and 3.11 or newer"):
+    with pytest.raises(ImportError, match=r"Python is 3.10.12, and >= 3.11 is needed"):
         trainkit.check_versions()
 
 
 def test_pins_are_within_what_is_accepted():
+    def number(version):
+        return [int(part) for part in version.split(".")]
+
+    pins = [image.read_pins(python=python) for python in ("3.11", "3.12")]
     for name, version in trainkit.OLDEST.items():
-        pinned = {
-            tuple(
-                map(int, image.read_pins(python=python)[name].split("==")[1].split("."))
-            )
-            for python in ("3.11", "3.12")
-        }
-        assert min(pinned) == tuple(map(int, version.split(".")))
+        pinned = min(number(pin[name].split("==")[1]) for pin in pins)
+        assert pinned == number(version)

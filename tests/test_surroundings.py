@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
@@ -64,6 +63,10 @@ def cell(start: str) -> str:
     return found
 
 
+START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
+END = "print('ENDED WELL')\n"
+
+
 def run_script(script: str, **variables: str | None) -> subprocess.Popen:
     """A Python of its own, from the repository's folder; None takes a variable away."""
     environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
@@ -97,12 +100,10 @@ def until(condition, process: subprocess.Popen, seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
-def free_port(wanted: int) -> int:
-    """A port that nothing listens on: that one, if possible."""
-    for port in (wanted, 0):
-        with contextlib.suppress(OSError):
-            with socket.create_server(("127.0.0.1", port)) as server:
-                return server.getsockname()[1]
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.fixture
@@ -119,24 +120,22 @@ def address(request) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "address, init",
+    "address, begin",
     [
-        pytest.param("started", cell("ray.init("), marks=pytest.mark.extra),
-        pytest.param("joined", cell("ray.init("), marks=pytest.mark.extra),
-        ("started", "import ray; ray.init(num_cpus=2, include_dashboard=False)"),
+        pytest.param("started", START, marks=pytest.mark.extra),
+        pytest.param("joined", START, marks=pytest.mark.extra),
+        ("started", "import ray; ray.init(num_cpus=2, include_dashboard=False)\n"),
     ],
     ids=["started", "joined", "without a dashboard"],
     indirect=["address"],
 )
-def test_another_cluster_leaves_a_run_alone(tmp_path, address, init):
+def test_another_cluster_leaves_a_run_alone(tmp_path, address, begin):
     """Ray's cleaner would ask the other's dashboard, and end this run after 5 s."""
     note = tmp_path / "starts"
     values = {"root": str(ROOT), "note": str(note), "storage": str(tmp_path / "runs")}
-    begin = f"import ray, trainkit\ntrainkit.set_up_driver()\n{init}\n"
-    script = begin + SMALL_RUN.format(**values)
-    process = run_script(script, RAY_ADDRESS=address)
+    process = run_script(begin + SMALL_RUN.format(**values), RAY_ADDRESS=address)
     until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
-    options = {"include_dashboard": True, "dashboard_port": free_port(8265)}
+    options = {"include_dashboard": True, "dashboard_port": free_port()}
     other = Cluster(initialize_head=True, head_node_args=options)
     time.sleep(10)
     other.shutdown()
@@ -188,20 +187,10 @@ def test_proxies_do_not_keep_workers_from_one_another(tmp_path):
     """gRPC, with which JAX connects them, would ask the proxy, for five minutes."""
     values = {"root": str(ROOT), "note": f"{tmp_path}/starts", "storage": str(tmp_path)}
     Path(f"{tmp_path}/starts.over").touch()
-    begin = f"import ray, trainkit\ntrainkit.set_up_driver()\n{cell('ray.init(')}\n"
-    dead = f"http://127.0.0.1:{free_port(9)}"
+    dead = f"http://127.0.0.1:{free_port()}"
     variables = {name: dead for name in PROXIES} | {"RAY_ADDRESS": "local"}
-    script = begin + SMALL_RUN.format(**values)
-    assert "ENDED WELL" in finish(run_script(script, **variables), 120)
-
-
-UNDER_UV = f"""
-import trainkit
-trainkit.set_up_driver()
-import ray
-{cell("ray.init(")}
-print("ENDED WELL")
-"""
+    script = START + SMALL_RUN.format(**values)
+    assert "ENDED WELL" in finish(run_script(script, **variables))
 
 
 @pytest.mark.slow
@@ -218,7 +207,7 @@ def test_under_uv_workers_have_the_packages(tmp_path, command):
         '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
     )
     shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
-    (tmp_path / "script.py").write_text(UNDER_UV)
+    (tmp_path / "script.py").write_text(START + END)
     environment = os.environ | {"UV_PROJECT_ENVIRONMENT": sys.prefix}
     environment |= {"VIRTUAL_ENV": sys.prefix, "RAY_ADDRESS": "local"}
     options = ["--no-sync", "--offline"] if "--no-project" not in command else []
@@ -247,42 +236,32 @@ trainkit.check_cluster(8)
 )
 def test_a_home_that_cannot_be_written(home):
     """Ray keeps a token there, and would raise a FileNotFoundError."""
-    script = (
-        f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}"
-    )
-    said = finish(run_script(script + "\nprint('ENDED WELL')", HOME=home))
+    said = finish(run_script(START + END, HOME=home))
     assert "ENDED WELL" in said, said
 
 
 @pytest.mark.slow
 def test_a_cluster_that_asks_for_a_token(tmp_path):
     """With the right one, it is joined; without, a sentence says what to set."""
-    port = free_port(0)
+    port = free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 8 * "1234abcd"}
     start = [str(Path(sys.prefix, "bin/ray")), "start", "--head", f"--port={port}"]
     start += ["--num-cpus=1", "--include-dashboard=false", "--block"]
-    start += [f"--ray-client-server-port={free_port(0)}"]
-    script = (
-        f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}"
-    )
-    script += "\nprint('ENDED WELL')"
+    start += [f"--ray-client-server-port={free_port()}"]
     head = subprocess.Popen(start, env=os.environ | token, start_new_session=True)
     try:
-        wait_for(lambda: reaches(port), seconds=60, what="the head")
+        with socket.socket() as there:
+            at = ("127.0.0.1", port)
+            wait_for(lambda: not there.connect_ex(at), seconds=60, what="the head")
         where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
         for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
-            said = finish(run_script(script, **where, **other))
+            said = finish(run_script(START, **where, **other))
             assert "that cluster asks for a token. Set RAY_AUTH_MODE" in said, said
-        assert "ENDED WELL" in finish(run_script(script, **where, **token))
+        assert "ENDED WELL" in finish(run_script(START + END, **where, **token))
     finally:
         for process in (*psutil.Process(head.pid).children(recursive=True), head):
             process.kill()
         head.wait()
-
-
-def reaches(port: int) -> bool:
-    with socket.socket() as there:
-        return not there.connect_ex(("127.0.0.1", port))
 
 
 def test_a_notebook_without_its_folder(tmp_path):
@@ -293,14 +272,6 @@ def test_a_notebook_without_its_folder(tmp_path):
         text=True,
     )
     assert "Open this notebook in its clone, beside trainkit/." in result.stderr
-
-
-def test_a_dashboards_address_is_no_clusters(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(
-        ConnectionError, match="a dashboard's address, which takes jobs"
-    ):
-        trainkit.check_address()
 
 
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
@@ -317,20 +288,8 @@ def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
     assert os.environ[name] == "1"
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"JAX_ENABLE_X64": "1"},
-        {
-            "JAX_NUMPY_RANK_PROMOTION": "warn",
-            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-            "JAX_DEFAULT_PRNG_IMPL": "rbg",
-            "JAX_DEBUG_NANS": "1",
-        },
-    ],
-    ids=["x64", "others"],
-)
-def test_variables_of_jax(variables):
+@pytest.mark.slow
+def test_variables_of_jax():
     """A step, an evaluation, and a text, in a process where JAX is set up in another way."""
     script = """
 import sys
@@ -348,38 +307,33 @@ print(metrics, tutorial.eval_step(state.params, windows, config))
 print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
 print("ENDED WELL")
 """
-    said = finish(run_script(script, JAX_PLATFORMS="cpu", **variables))
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1"}
+    variables |= {"JAX_NUMPY_RANK_PROMOTION": "warn", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    said = finish(run_script(script, **variables))
     assert "ENDED WELL" in said, said[-3000:]
 
 
-@pytest.mark.parametrize("assigned", [["0"], ["3"], ["3", "2"], ["10", "9"]])
-def test_gpus_of_ray_as_it_is(monkeypatch, assigned):
-    """Ray 2.60 numbers every worker's GPUs from 0, and tells JAX to take them all."""
-    from_zero = ",".join(map(str, range(len(assigned))))
-    chosen = ",".join(sorted(assigned, key=int))
-    assert gpus_of(monkeypatch, assigned, from_zero, from_zero) == chosen
-    assert gpus_of(monkeypatch, assigned, from_zero, "all") == chosen
-    assert gpus_of(monkeypatch, assigned, chosen, from_zero) == chosen  # called again
+GPUS = [  # that Ray assigned, that are visible, JAX's own setting, visible afterwards
+    # Ray 2.60 numbers every worker's GPUs from 0, and tells JAX to take them all.
+    (["0"], "0", "0", "0"),
+    (["3"], "0", "0", "3"),
+    (["3"], "0", "all", "3"),
+    (["3", "2"], "0,1", "0,1", "2,3"),
+    (["10", "9"], "0,1", "all", "9,10"),
+    (["3", "2"], "2,3", "0,1", "2,3"),  # called again, or only its own are visible
+    # As it may become.
+    (["3"], "0,1,2,3,4,5,6,7", "3", "0,1,2,3,4,5,6,7"),  # one is chosen: as for Torch
+    (["0"], "0,1", "0", "0,1"),
+    (["3"], "3", "all", "3"),
+    (["0", "1", "2", "3"], "0,1,2,3", "0,1,2,3", "0,1,2,3"),  # one worker a node
+    (["GPU-8f2a"], "GPU-8f2a", "0", "GPU-8f2a"),  # names and not numbers
+    (["1"], None, "all", None),
+]
 
 
-@pytest.mark.parametrize(
-    "assigned, visible, of_jax",
-    [
-        (["3"], "0,1,2,3,4,5,6,7", "3"),  # all are visible, one is chosen: as for Torch
-        (["0"], "0,1", "0"),
-        (["3", "2"], "2,3", "0,1"),  # only its own are visible
-        (["3"], "3", "all"),
-        (["0", "1", "2", "3"], "0,1,2,3", "0,1,2,3"),  # one worker a node
-        (["GPU-8f2a"], "GPU-8f2a", "0"),  # names and not numbers
-        (["1"], None, "all"),
-    ],
-)
-def test_gpus_of_ray_as_it_may_become(monkeypatch, assigned, visible, of_jax):
-    assert gpus_of(monkeypatch, assigned, visible, of_jax) == visible
-
-
-def gpus_of(monkeypatch, assigned, visible, of_jax) -> str | None:
-    """What is visible after `use_assigned_gpus`."""
+@pytest.mark.parametrize("assigned, visible, of_jax, expected", GPUS)
+def test_gpus_that_a_worker_takes(monkeypatch, assigned, visible, of_jax, expected):
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     settings = SimpleNamespace(values={"jax_cuda_visible_devices": of_jax})
@@ -388,54 +342,16 @@ def gpus_of(monkeypatch, assigned, visible, of_jax) -> str | None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     trainkit.workers.use_assigned_gpus()
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["bücher", "a [1]", "a b", "x*", "q?", "-a", ".a", "a/b", "a%20", "a" * 129, ""],
-)
-def test_names_that_something_takes_for_others_are_refused(small, name):
-    with pytest.raises(ValueError, match="run_name"):
-        small(run_name=name)
-
-
-@pytest.mark.parametrize("folder", ["a[1]", "x*y", "q?", "a]"])
-@pytest.mark.parametrize("root", ["/tmp/runs", "s3://bucket/runs"])
-def test_places_that_are_patterns_are_refused(small, root, folder):
-    with pytest.raises(ValueError, match=r"storage_path .*none of \* \? \[ \]"):
-        small(storage_path=f"{root}/{folder}")
-
-
-@pytest.mark.parametrize(
-    "stem, expected",
-    [
-        ("bücher", "bucher"),
-        ("Éa [1]", "Ea-1"),
-        ("书", "run"),
-        ("a*b?c", "a-b-c"),
-        ("..x", "x"),
-        ("gpt2-124m", "gpt2-124m"),
-        ("v1.5_b", "v1.5_b"),
-    ],
-)
-def test_names_of_files_are_transcribed(tmp_path, stem, expected):
-    path = tmp_path / f"{stem}.yaml"
-    path.write_text("platform: cpu\n")
-    name = trainkit.config.load_config(path).run_name
-    assert re.fullmatch(rf"{re.escape(expected)}-[0-9a-f]{{6}}", name)
-
-
-@pytest.mark.parametrize(
-    "harm", [ConnectionError("gone"), KeyError("step"), TimeoutError()], ids=repr
-)
-def test_an_observer_cannot_end_what_it_observes(capsys, harm):
+def test_an_observer_cannot_end_what_it_observes(capsys):
     seen = []
 
     def send(line):
         seen.append(line["step"])
         if line["step"] == 2:
-            raise harm
+            raise ConnectionError("gone")
 
     observer = trainkit.run_log.Observer(send)
     for step in (1, 2, 3):
@@ -443,7 +359,7 @@ def test_an_observer_cannot_end_what_it_observes(capsys, harm):
     observer.close()
     assert seen == [1, 2, 3] and not observer.thread.is_alive()
     said = capsys.readouterr().out
-    assert f"send failed at step 2; the run continues: {harm!r}" in said
+    assert "send failed at step 2; the run continues: ConnectionError('gone')" in said
 
 
 def test_an_observer_that_hangs_is_left_behind():

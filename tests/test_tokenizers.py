@@ -163,7 +163,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
 
 def test_a_vocabulary_that_is_too_small_is_refused(mine, tmp_path):
     with pytest.raises(
-        ValueError, match="vocab_size is 299, and tokenizer .* 300 tokens"
+        ValueError, match=r"vocab_size \(299\): expected 300 or more, as tokenizer"
     ):
         load_config(tmp_path / "mine.yaml", vocab_size=299)
     assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"

@@ -1,32 +1,47 @@
 """What decides a run: `TrainingConfig`, and `load_config`, which reads it from YAML.
 
-Pydantic checks every value, so a misspelled key or a wrong type fails when the file is
-read, and not later on a worker. The functions named `check_` refuse what shows only when two
-fields meet: each raises a ValueError that names them, what they hold, and what would do. The
-defaults are GPT-2 small with nanoGPT's recipe:
+Pydantic checks each value, so a misspelled key or a wrong type fails when the file is read,
+and not later on a worker; `mistakes` are what shows only when two fields meet. The defaults
+are GPT-2 small with nanoGPT's recipe:
 https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
 import os
 import re
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from etils import epath
-from pydantic import ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from trainkit import tokenizers
 
+
+def expanded(place: str) -> str:
+    """A path with the home folder for ~, and with the values of $VARIABLES."""
+    return os.path.expandvars(os.path.expanduser(place))
+
+
+def absolute(place: str) -> str:
+    """Workers run in folders of their own, where a relative path would mislead them."""
+    return place if "://" in place else os.path.abspath(expanded(place))
+
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
+Place = Annotated[Text, AfterValidator(expanded)]
+Folder = Annotated[Text, AfterValidator(absolute)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 Range = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
@@ -37,6 +52,13 @@ SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
 LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
+DIVISORS = [  # a number of parts, and what it divides evenly
+    ("n_head", "n_embd"),
+    ("loss_chunks", "block_size"),
+    ("fsdp", "n_embd"),
+    ("tensor_parallel", "n_head"),
+    ("tensor_parallel", "padded_vocab_size"),
+]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -88,7 +110,7 @@ class ModelConfig(ShapeConfig):
 class RecipeConfig(ShapeConfig):
     """What decides the result: the shape, the data, the optimizer, and the seed."""
 
-    dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), a URL of
+    dataset: Place = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), a URL of
     # files ("s3://my-bucket/*.parquet"), or "builtin"
     text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
@@ -124,8 +146,7 @@ class MachineConfig:
     accelerator_type: str | None = None  # TPU generation, such as "TPU-V6E"
     autoscaling: bool = False  # True: the cluster adds missing machines by itself
     device_batch_size: PositiveInt = 32  # windows that a device takes at once, at most
-    data_parallel: int = -1  # mesh axes; -1 takes the devices that the others leave
-    fsdp: PositiveInt = 1
+    fsdp: PositiveInt = 1  # mesh axes; the data axis takes what these two leave
     tensor_parallel: PositiveInt = 1
 
     @property
@@ -155,8 +176,7 @@ class MachineConfig:
     def mesh_shape(self, workers: int) -> tuple[int, int, int]:
         """Devices along the data, fsdp, and tensor axes."""
         others = self.fsdp * self.tensor_parallel
-        devices = workers * self.devices_per_worker
-        data = devices // others if self.data_parallel == -1 else self.data_parallel
+        data = workers * self.devices_per_worker // others
         return data, self.fsdp, self.tensor_parallel
 
 
@@ -172,10 +192,9 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: Seconds = 1_800.0  # a step that takes longer ends its worker
     accept_changed_program: bool = False  # True: continue what another program began
-    profile_steps: Range | None = None  # [10, 13] traces steps 11 to 13
-    run_name: Text = "gpt2"
-    data_dir: Text = "data"  # on storage that all nodes share, as the next one
-    storage_path: Text = "runs"  # may be remote, such as s3://my-bucket/runs
+    run_name: Name = "gpt2"  # which Ray, Orbax, and object stores take as it is
+    data_dir: Folder = "data"  # on storage that all nodes share, as the next one
+    storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
     @property
     def device_windows(self) -> int:
@@ -200,21 +219,104 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
         """Whether storage is an object store, such as s3://, and no file system."""
         return "://" in self.storage_path
 
-    @model_validator(mode="after")
-    def check(self) -> "TrainingConfig":
-        """Refuse what no machine could run."""
-        check_fields(self)
-        check_attention(self)
-        check_topology(self)
-        if (
-            self.num_workers or self.topology
-        ):  # or the cluster decides, when it is there
-            fewest, most = self.worker_range
-            counts = range(fewest, most + 1, self.workers_per_slice)
-            check_range(self, counts)
-            for workers in counts:
-                check_mesh(self, workers)
-        return self
+    def __post_init__(self):
+        for key, expected in mistakes(self):
+            raise ValueError(f"{key} ({getattr(self, key)}): expected {expected}")
+
+
+def mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """Fields that contradict others, and what was expected; the later rely on the earlier."""
+    for parts, size in DIVISORS:
+        if (whole := getattr(config, size)) % getattr(config, parts):
+            yield parts, f"a divisor of {size} ({whole})"
+    if config.min_learning_rate > config.learning_rate:
+        yield "min_learning_rate", f"at most learning_rate ({config.learning_rate})"
+    if config.decay_steps <= config.warmup_steps:
+        yield "decay_steps", f"more than warmup_steps ({config.warmup_steps})"
+    if "://" in config.data_dir:
+        yield "data_dir", "a folder that all nodes share"
+    if not re.fullmatch(r"((s3|gs)://[^/]|(?!.*://))[^*?[\]]*", config.storage_path):
+        places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ]"
+        yield "storage_path", f"{places}, which Orbax takes for patterns"
+    yield from kernel_mistakes(config)
+    yield from slice_mistakes(config)
+    yield from mesh_mistakes(config)
+
+
+def kernel_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """Attention that doesn't run there, or not on this shape."""
+    kernel, head = config.attention, config.n_embd // config.n_head
+    platform = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, config.platform)
+    if platform != config.platform:
+        yield "attention", f"xla, or platform {platform}, and not {config.platform}"
+    if kernel == "cudnn" and config.compute_dtype != "bfloat16":
+        yield "compute_dtype", "bfloat16, or attention: xla"
+    if kernel == "cudnn" and (head % 8 or head > 256):  # 128 on Ampere
+        yield "n_head", f"n_embd / n_head ({head}) a multiple of 8 up to 256 for cudnn"
+    if kernel == "splash" and config.block_size % SPLASH_BLOCK:
+        yield "block_size", f"a multiple of {SPLASH_BLOCK}, or attention: xla"
+
+
+def slice_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """A TPU slice that isn't made, or that the workers don't fill; Ray would wait for it."""
+    topology, kind = config.topology, config.accelerator_type
+    workers, chips = config.workers_per_slice, config.devices_per_worker
+    if config.platform != "tpu" and (topology or (kind or "").startswith("TPU")):
+        yield "platform", f"tpu with topology ({topology}), accelerator_type ({kind})"
+    if not topology:
+        if config.platform == "tpu" and config.worker_range[1] > 1:
+            yield "num_workers", "1, or the topology and accelerator_type of a slice"
+        return
+    made = TPU_TOPOLOGIES.get(kind)
+    if made and topology not in made:
+        yield "topology", f"one of {kind}: {', '.join(made)}"
+    if made and config.chips > 8 and chips != 4:
+        yield "devices_per_worker", f"4, all chips of a host of a {topology} slice"
+    if workers * chips != config.chips:
+        yield "devices_per_worker", f"a divisor of the {config.chips} chips of a slice"
+    if any(n % workers for n in config.worker_range):
+        yield "num_workers", f"a multiple of {workers}, which a {topology} slice takes"
+
+
+def mesh_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """A mesh that the workers can't form, or on which they can't share a batch."""
+    if not (config.num_workers or config.topology):
+        return  # the cluster decides, when it is there
+    (fewest, most), batch = config.worker_range, config.batch_size
+    if fewest > most:
+        yield "num_workers", f"the fewest, and then the most: [{most}, {fewest}]"
+    counts = range(fewest, most + 1, config.workers_per_slice)
+    fit = [n for n in counts if shares_evenly(config, n)]
+    if len(fit) == len(counts):
+        return
+    if fit:
+        each = f"each, since Ray may start any, to share batch_size ({batch}) evenly"
+        yield "num_workers", f"{each}; {', '.join(map(str, fit))} do"
+    data, fsdp, tensor = config.mesh_shape(fewest)
+    devices = config.chips if config.topology else fewest * config.devices_per_worker
+    if devices % (fsdp * tensor):
+        yield "fsdp", f"to divide {devices} devices with tensor_parallel ({tensor})"
+    less = batch - batch % (data * fsdp)
+    sizes = [str(size) for size in (less, less + data * fsdp) if size]
+    evenly = f"to divide evenly over {data * fsdp} devices"
+    yield "batch_size", f"{evenly}; {' or '.join(sizes)} would do"
+
+
+def shares_evenly(config: TrainingConfig, workers: int) -> bool:
+    """Whether the devices of so many workers form the mesh and divide a batch.
+
+    A slice holds whole rows of the mesh, so that between slices only gradients travel.
+    """
+    data, fsdp, tensor = config.mesh_shape(workers)
+    devices = config.chips if config.topology else workers * config.devices_per_worker
+    return devices % (fsdp * tensor) == 0 and config.batch_size % (data * fsdp) == 0
+
+
+def most_workers(config: TrainingConfig, workers: int) -> int | None:
+    """The most workers, up to `workers`, that share a batch evenly; None if none do."""
+    together = config.workers_per_slice
+    counts = range(workers // together * together, 0, -together)
+    return next((n for n in counts if shares_evenly(config, n)), None)
 
 
 def count_parts(windows: int, most: int) -> int:
@@ -251,42 +353,28 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
         yaml.YAMLError: the file is no YAML.
     """
     values = read_yaml(path) | changes
-    source = values.get("init_from", "scratch")
-    if not isinstance(source, str):
-        source = "scratch"  # and pydantic says so below
-    if source not in ("scratch", ""):
-        source = absolute(source) if Path(source).is_dir() else source
-        from trainkit import huggingface  # slow, and needed here only
-
-        shape = huggingface.published_shape(source)
-        if values | shape != shape | values:
-            raise ValueError(
-                f"{path}: {source} has {shape}; leave out what contradicts it"
-            )
-        values |= {"init_from": source} | shape
-    name = values.get("tokenizer", tokenizers.GPT2)
-    if isinstance(name, str) and name not in (tokenizers.GPT2, ""):
-        place = expanded(name)
-        values["tokenizer"] = name = absolute(place) if os.path.exists(place) else place
-        size = tokenizers.load(name).n_vocab
-        values.setdefault("vocab_size", size)
-        if values["vocab_size"] < size:
-            raise ValueError(
-                f"{path}: vocab_size is {values['vocab_size']}, and tokenizer {name} has "
-                f"{size} tokens; leave vocab_size out, or set {size} or more"
-            )
-    if source not in ("scratch", "") and isinstance(name, str):
-        huggingface.check_tokenizer(source, name)
     try:
-        for key in ("data_dir", "storage_path"):
-            if isinstance(values.get(key), str) and values[key]:
-                values[key] = absolute(values[key])
-        if isinstance(values.get("dataset"), str):  # which may be a name on the hub
-            values["dataset"] = expanded(values["dataset"])
-        places = default_places(path, TrainingConfig(**values))
-        return TrainingConfig(**(places | values))
-    except (TypeError, ValidationError) as error:
-        raise ValueError(f"{path} is not a valid configuration.\n{error}") from None
+        recipe = recipe_of(values)
+        name, source = recipe.tokenizer, recipe.init_from
+        if name != tokenizers.GPT2:
+            values["tokenizer"] = name = found_here(name)
+            least = tokenizers.load(name).n_vocab
+            if (size := values.setdefault("vocab_size", least)) < least:
+                tokens = f"{least} or more, as tokenizer {name} has; leave it out"
+                raise ValueError(f"vocab_size ({size}): expected {tokens}")
+        if source != "scratch":
+            from trainkit import huggingface  # slow, and needed here only
+
+            values["init_from"] = source = found_here(source)
+            shape = huggingface.published_shape(source)
+            if values | shape != shape | values:
+                raise ValueError(f"init_from: {source} has {shape}; leave out others")
+            huggingface.check_tokenizer(source, name)
+            values |= shape
+        return TrainingConfig(**default_places(path, recipe_of(values)) | values)
+    except ValueError as error:
+        text = explain(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path}: {text}") from None
 
 
 def read_yaml(path: str | Path) -> dict:
@@ -295,241 +383,62 @@ def read_yaml(path: str | Path) -> dict:
     Raises:
         ValueError, yaml.YAMLError: with the file, the line, and what is wrong there.
     """
-    try:
-        with open(path, encoding="utf-8") as file:  # so that errors name it
-            loader = yaml.SafeLoader(file)
-            node = loader.get_single_node()
-    except FileNotFoundError as error:
-        others = ", ".join(sorted(map(str, Path(path).parent.glob("*.yaml")))) or "none"
-        raise FileNotFoundError(
-            f"{path}: expected a configuration, found no such file (GPT2_CONFIG chooses it, "
-            f"or the call of load_config). There are: {others}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text file: {error}") from error
-    if node is None:
-        return {}
-    if not isinstance(node, yaml.MappingNode):
-        found = f"{node.value!r:.60}" if isinstance(node.value, str) else "a list"
-        raise ValueError(f"{path}: expected `key: value` lines, found {found}")
-    lines = {}
+    with open(path, "rb") as file:  # so that errors name it
+        loader = yaml.SafeLoader(file)
+        if (node := loader.get_single_node()) is None:
+            return {}
+    values, seen = loader.construct_document(node), set()
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected `key: value` lines, found {values!r:.60}")
     for key, _ in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if name in lines:
-            raise ValueError(
-                f"{path}, line {line}: {name} is given a second time, after line "
-                f"{lines[name]}; keep one of the two"
-            )
-        lines[name] = line
-    return loader.construct_document(node)
+        if key.value in seen:
+            where = f"{path}, line {key.start_mark.line + 1}"
+            raise ValueError(f"{where}: {key.value} is given a second time; remove one")
+        seen.add(key.value)
+    return {str(key): value for key, value in values.items()}
 
 
-def transcribed(name: str) -> str:
-    """A name in the characters that `run_name` may have."""
-    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:100].strip("-._") or "run"
+def recipe_of(values: dict) -> RecipeConfig:
+    """What decides the result, of the values of a configuration."""
+    keys = {field.name for field in dataclasses.fields(RecipeConfig)}
+    return RecipeConfig(**{key: values[key] for key in keys & values.keys()})
 
 
-def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
+def found_here(name: str) -> str:
+    """A file or a folder by its absolute path; another name is one on a hub."""
+    place = expanded(name)
+    return absolute(place) if os.path.exists(place) else place
+
+
+def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
-    fields, values = dataclasses.fields(RecipeConfig), vars(config)
-    recipe = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
-    recipe["layout"] = LAYOUT
-    text = json.dumps(recipe, sort_keys=True)
+    fields, values = dataclasses.fields(recipe), vars(recipe)
+    differs = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+    text = json.dumps(differs | {"layout": LAYOUT}, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
-    dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")
-    if config.max_documents:
-        dataset += f"-{config.max_documents}"
-    if config.text_column != RecipeConfig.text_column:
-        dataset += f"-{config.text_column}"
-    if config.tokenizer != tokenizers.GPT2:
-        dataset += f"-{Path(config.tokenizer).stem}"
+    stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
+    dataset = re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")
+    if recipe.max_documents:
+        dataset += f"-{recipe.max_documents}"
+    if recipe.text_column != RecipeConfig.text_column:
+        dataset += f"-{recipe.text_column}"
+    if recipe.tokenizer != tokenizers.GPT2:
+        dataset += f"-{Path(recipe.tokenizer).stem}"
     return {
-        "run_name": f"{transcribed(Path(path).stem)}-{fingerprint}",
+        "run_name": f"{name}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / dataset),
         "storage_path": str(storage_root() / "runs"),
     }
 
 
-def absolute(place: str) -> str:
-    """Workers run in folders of their own, where a relative path would mislead them."""
-    return place if "://" in place else os.path.abspath(expanded(place))
-
-
-def expanded(place: str) -> str:
-    """A path with the home folder for ~, and with the values of $VARIABLES."""
-    return os.path.expandvars(os.path.expanduser(place))
-
-
-def check_fields(config) -> None:
-    """Refuse sizes that don't divide, and fields that contradict each other."""
-    sizes = [("n_embd", "n_head"), ("n_head", "tensor_parallel")]
-    for name, divisor in [*sizes, ("block_size", "loss_chunks")]:
-        size, parts = getattr(config, name), getattr(config, divisor)
-        if size % parts:
-            raise ValueError(f"{name} ({size}) is no multiple of {divisor} ({parts})")
-    fewest, most = config.worker_range
-    first, last = config.profile_steps or (0, 1)
-    if fewest > most:
-        raise ValueError(
-            f"num_workers: expected the fewest and then the most, as in [{most}, "
-            f"{fewest}]; found [{fewest}, {most}]"
-        )
-    if first >= last:
-        raise ValueError(
-            f"profile_steps: expected two steps, the second after the first, as in "
-            f"[10, 13]; found [{first}, {last}]"
-        )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", config.run_name):
-        raise ValueError(
-            f"run_name ({config.run_name!r}): expected at most 128 of A-Z, a-z, 0-9, '.', "
-            "'_', and '-', the first a letter or a digit; Ray, Orbax, or object stores fail "
-            "with other names"
-        )
-    if set(config.storage_path) & {*"*?[]"}:
-        raise ValueError(
-            f"storage_path ({config.storage_path}): expected none of * ? [ ], which Orbax "
-            "takes for a pattern; choose another folder"
-        )
-    if config.remote and not re.fullmatch(r"(s3|gs)://[^/]+.*", config.storage_path):
-        raise ValueError(
-            f"storage_path ({config.storage_path}): expected a folder, or an object store "
-            "as in s3://bucket/runs or gs://bucket/runs"
-        )
-    if config.profile_steps and config.remote:
-        raise ValueError("profile_steps: the profiler can't write to an object store")
-    if "://" in config.data_dir:
-        raise ValueError("data_dir: expected a folder that all nodes share, not a URL")
-    if config.min_learning_rate > config.learning_rate:
-        raise ValueError(
-            f"min_learning_rate ({config.min_learning_rate}) exceeds learning_rate "
-            f"({config.learning_rate})"
-        )
-    if config.decay_steps <= config.warmup_steps:
-        raise ValueError(
-            f"decay_steps ({config.decay_steps}) must be larger than warmup_steps "
-            f"({config.warmup_steps})"
-        )
-
-
-def check_attention(config) -> None:
-    """Refuse a kernel where it doesn't run."""
-    needed = {"cudnn": "gpu", "splash": "tpu"}.get(config.attention)
-    if needed and config.platform != needed:
-        raise ValueError(
-            f"attention: {config.attention} needs platform: {needed}, not {config.platform}"
-        )
-    head = config.n_embd // config.n_head
-    fits = config.compute_dtype == "bfloat16" and head % 8 == 0 and head <= 256
-    if config.attention == "cudnn" and not fits:
-        raise ValueError(
-            "attention: cudnn needs compute_dtype: bfloat16 and n_embd / n_head a multiple "
-            "of 8, at most 256 (128 on Ampere); found "
-            f"{config.compute_dtype} and {head}"
-        )
-    if config.attention == "splash" and config.block_size % SPLASH_BLOCK:
-        raise ValueError(
-            f"block_size ({config.block_size}) must be a multiple of {SPLASH_BLOCK} for "
-            "attention: splash"
-        )
-
-
-def check_topology(config) -> None:
-    """Refuse a TPU slice that isn't made, or that the workers don't fill.
-
-    Ray would wait for it forever.
-    """
-    is_tpu = config.topology or (config.accelerator_type or "").startswith("TPU")
-    if is_tpu and config.platform != "tpu":
-        raise ValueError(
-            f"topology ({config.topology}) and accelerator_type "
-            f"({config.accelerator_type}) need platform: tpu, not {config.platform}"
-        )
-    if config.platform == "tpu" and not config.topology and config.worker_range[1] > 1:
-        raise ValueError(
-            f"num_workers ({config.num_workers}): several TPU workers form a slice, so set its "
-            "topology and accelerator_type; a TPU host by itself takes num_workers: 1"
-        )
-    valid = TPU_TOPOLOGIES.get(config.accelerator_type)
-    if config.topology and valid and config.topology not in valid:
-        raise ValueError(
-            f"topology: {config.accelerator_type} has no {config.topology}; "
-            f"choose one of {', '.join(valid)}"
-        )
-    per_slice, chips = config.workers_per_slice, config.devices_per_worker
-    if config.topology and valid and config.chips > 8 and chips != 4:
-        raise ValueError(
-            f"devices_per_worker: a host of a {config.topology} slice has 4 chips, and a "
-            f"worker takes all of them; found {chips}"
-        )
-    uneven = any(workers % per_slice for workers in config.worker_range)
-    if uneven or (config.topology and per_slice * chips != config.chips):
-        raise ValueError(
-            f"num_workers: a {config.topology} slice takes {per_slice} workers with "
-            f"{chips} chips each, so set {per_slice} or, for several slices, a "
-            f"multiple; found {config.num_workers}"
-        )
-
-
-def shares_evenly(config, workers: int) -> bool:
-    """Whether the devices of so many workers form the mesh and divide a batch."""
-    data, fsdp, tensor = config.mesh_shape(workers)
-    whole = data * fsdp * tensor == workers * config.devices_per_worker
-    return whole and config.batch_size % (data * fsdp) == 0
-
-
-def check_range(config, counts: range) -> None:
-    """Refuse an elastic range in which some numbers of workers work, and others don't.
-
-    Ray starts as many as there is room for, and can't be told to leave numbers out.
-    """
-    fit = [n for n in counts if shares_evenly(config, n)]
-    others = [n for n in counts if n not in fit]
-    if not fit or not others:
-        return
-    ranges = [(a, b) for a in fit for b in fit if not any(a <= n <= b for n in others)]
-    longest = max(ranges, key=lambda pair: (pair[1] - pair[0], pair))
-    raise ValueError(
-        f"num_workers: in an elastic run, Ray may start any number from {counts[0]} to "
-        f"{counts[-1]}, and {', '.join(map(str, others))} can't share batch_size "
-        f"({config.batch_size}) with fsdp ({config.fsdp}); {', '.join(map(str, fit))} can. "
-        f"Set num_workers: {list(longest)}, or a batch_size that all of them divide"
-    )
-
-
-def most_workers(config, workers: int) -> int | None:
-    """The most workers, up to `workers`, that share a batch evenly; None if none do."""
-    together = config.workers_per_slice
-    counts = range(workers // together * together, 0, -together)
-    return next((n for n in counts if shares_evenly(config, n)), None)
-
-
-def check_mesh(config, workers: int) -> None:
-    """Refuse a mesh that `workers` cannot form or cannot share a batch on."""
-    data, fsdp, tensor = config.mesh_shape(workers)
-    devices = workers * config.devices_per_worker
-    slices = workers // config.workers_per_slice if config.topology else 1
-    if data % slices:
-        raise ValueError(
-            f"{slices} slices must divide the data axis of the mesh, which is {data}; "
-            "set fsdp and tensor_parallel so that they fit into one slice"
-        )
-    if data * fsdp * tensor != devices:
-        raise ValueError(
-            f"data_parallel x fsdp x tensor_parallel ({data} x {fsdp} x {tensor}) "
-            f"is not num_workers x devices_per_worker ({devices})"
-        )
-    if over := config.batch_size % (data * fsdp):
-        less = config.batch_size - over
-        would_do = [str(size) for size in (less, less + data * fsdp) if size]
-        fewer = most_workers(config, workers)
-        raise ValueError(
-            f"batch_size ({config.batch_size}) does not divide evenly over {data * fsdp} "
-            f"devices; {' or '.join(would_do)} would"
-            + (f", and so would num_workers: {fewer}" if fewer else "")
-        )
-    if config.n_embd % fsdp or config.padded_vocab_size % tensor:
-        raise ValueError(
-            f"fsdp ({fsdp}) must divide n_embd ({config.n_embd}), and tensor_parallel "
-            f"({tensor}) the embedding table's {config.padded_vocab_size} rows"
-        )
+def explain(error: ValidationError) -> str:
+    """What pydantic refuses, in a line: each key, its value, and what would do."""
+    said, known = [], [field.name for field in dataclasses.fields(TrainingConfig)]
+    for part in error.errors():
+        key, text = "".join(part["loc"][:1]), part["msg"].removeprefix("Value error, ")
+        if part["type"] == "unexpected_keyword_argument":
+            close = difflib.get_close_matches(key, known) or known
+            text = f"no such key; there are {', '.join(close)}"
+        said += [f"{key} ({part['input']!r}): {text}" if key else text]
+    return "; ".join(said)

@@ -30,7 +30,7 @@ FLAGS = ["jax_threefry_partitionable", "jax_default_prng_impl"]  # what is drawn
 FLAGS += ["jax_enable_x64", "jax_default_matmul_precision"]  # and in which types
 ONE_DEVICE = {
     **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "topology": None},
-    **{"accelerator_type": None, "data_parallel": -1, "fsdp": 1, "tensor_parallel": 1},
+    **{"accelerator_type": None, "fsdp": 1, "tensor_parallel": 1},
     **{"attention": "xla", "loss_chunks": 1, "scan_layers": False},
 }
 BESIDE = "eval_step", "program as configured"  # which may differ

@@ -231,7 +231,7 @@ def profile(config: TrainingConfig, step: int, outputs) -> None:
     Args:
         outputs: arrays of `step`, to wait for.
     """
-    first, last = config.profile_steps or (None, None)
+    first, last = getattr(config, "profile_steps", None) or (None, None)
     if step in (first, last) and jax.process_index() == 0:
         jax.block_until_ready(outputs)
         if step == first:
