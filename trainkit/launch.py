@@ -133,7 +133,7 @@ def text_of(platform: str, function: Callable, *shapes) -> str:
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     text = re.sub(r'jax\.result_info = "[^"]*"', "", text)
     text = re.sub(r'"0x\w+"', lambda found: str(zlib.crc32(found[0].encode())), text)
-    names = dict.fromkeys(re.findall(r"func\.func private @(\w+)", text))
+    names = dict.fromkeys(re.findall(r"(?:module|private) @(\w+)", text))
     numbers = {name: f"@f{n}" for n, name in enumerate(names)}
     return re.sub(r"@(\w+)", lambda found: numbers.get(found[1], found[0]), text)
 
