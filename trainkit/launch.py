@@ -78,6 +78,8 @@ def guarded(loop: Callable[[dict], None], mark: str, tokens: dict) -> Callable:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 error.add_note(MEMORY)
+            elif re.search("Gloo|NCCL", str(error)):  # another worker has died
+                error.with_traceback(None)  # for this one's place says nothing
             raise
 
     return guarded_loop
