@@ -26,6 +26,13 @@ PROGRAM = """
 import dataclasses, functools, os, sys, types
 from typing import NamedTuple
 import jax, jax.numpy as jnp, numpy as np, optax
+
+random = jax.random.normal
+
+def act(flag, f, *given):
+    with flag:
+        return f(*given)
+
 {definitions}
 class State(NamedTuple):
     step: jax.Array
@@ -49,89 +56,46 @@ def eval_step(params, windows, config):
     return loss(params, windows)
 """
 NAMES = ("create_state", "train_step", "eval_step")
-DEFAULT = "def act(x):\n    return ACT(x)"
 BEFORE = {"ACT": "jnp.tanh", "NUMBER": "2.0", "TABLE": "np.ones((3, 3))"}
 AFTER = {"ACT": "jnp.sin", "NUMBER": "3.0", "TABLE": "np.eye(3)"}
 BEFORE |= {"FLAG": "True", "PRECISION": "'default'", "RATE": "100"}
 AFTER |= {"FLAG": "False", "PRECISION": "'highest'", "RATE": "200"}
-KINDS = {  # definitions, and an expression of x, in which a word of these is edited
-    "a function": (DEFAULT, "act(x)"),
-    "a function below a cell's magic": (f"0  # as of %%time\n{DEFAULT}", "act(x)"),
-    "a registry": (f"{DEFAULT}\nKINDS = {{'mine': act}}", "KINDS['mine'](x)"),
-    "a global": ("act = ACT", "act(x)"),
-    "a lambda": ("act = lambda x: ACT(x)", "act(x)"),
-    "a list": ("acts = [jnp.abs, ACT]", "acts[1](x)"),
-    "an array": ("SCALES = TABLE", "x @ SCALES"),
-    "an array of JAX": ("SCALES = jnp.asarray(TABLE)", "x @ SCALES"),
-    "a large array": ("SCALES = np.ones((3, 999)) * NUMBER", "x @ SCALES"),
-    "a partial's argument": ("act = functools.partial(jnp.clip, max=NUMBER)", "act(x)"),
-    "an instance": ("act = types.SimpleNamespace(f=ACT)", "act.f(x)"),
-    "a schedule": ("rate = optax.cosine_decay_schedule(1.0, RATE)", "rate(3) * x"),
-    "a class attribute": ("class Acts:\n    act = ACT", "Acts.act(x)"),
-    "a named tuple": (
-        "class Sizes(NamedTuple):\n    scale: float = NUMBER\nSIZES = Sizes()",
-        "SIZES.scale * x",
-    ),
-    "another module": (
-        "sys.modules['acts'] = types.SimpleNamespace(act=ACT)\nimport acts",
-        "acts.act(x)",
-    ),
-    # Further kinds, which no one reported.
-    "a default argument": ("def act(x, y=NUMBER):\n    return x * y", "act(x)"),
-    "a closure": (
-        "def make(y):\n    return lambda x: x * y\nact = make(NUMBER)",
-        "act(x)",
-    ),
-    "a base class": (
-        "class Base:\n    act = lambda self, x: ACT(x)\nclass Derived(Base):\n    pass",
-        "Derived().act(x)",
-    ),
-    "a property": ("class Act:\n    f = property(lambda self: ACT)", "Act().f(x)"),
-    "a decorator": (
-        f"twice = lambda f: lambda x: f(NUMBER * x)\n@twice\n{DEFAULT}",
-        "act(x)",
-    ),
-    "a loop's body": ("", "jax.lax.fori_loop(0, 3, lambda i, y: ACT(y), x)"),
-    "a branch": ("", "jax.lax.cond(x.sum() > 0, ACT, jnp.abs, x)"),
-    "a gradient of its own": (
-        "@jax.custom_vjp\ndef act(x):\n    return x\n"
-        "act.defvjp(lambda x: (x, None), lambda _, g: (NUMBER * g,))",
-        "act(x)",
-    ),
-    "a key": (
-        "KEY = jax.random.key(int(NUMBER))",
-        "x + jax.random.normal(KEY, x.shape)",
-    ),
-    "a constant in a scan in a jit": (
-        "T = TABLE\n@jax.jit\ndef act(x):\n"
-        "    return jax.lax.scan(lambda y, _: (y @ T, None), x, None, 2)[0]",
-        "act(x)",
-    ),
-    "how it draws": (
-        "def act(x):\n    with jax.threefry_partitionable(FLAG):\n"
-        "        return x * jax.random.uniform(jax.random.key(0), x.shape)",
-        "act(x)",
-    ),
-    "a precision": (
-        "def act(x):\n    with jax.default_matmul_precision(PRECISION):\n"
-        "        return x @ jnp.ones((3, 3))",
-        "act(x)",
-    ),
-    "a variable of the environment": (
-        "os.environ['TEST_SCALE'] = str(NUMBER)",
-        "x * float(os.environ['TEST_SCALE'])",
-    ),
-    "a kernel that no CPU has": (
-        "from jax.experimental import pallas\n@jax.custom_jvp\ndef act(x):\n"
-        "    def kernel(a, b):\n        b[...] = ACT(a[...])\n"
-        "    return pallas.pallas_call(kernel, out_shape=x)(x)\n"
-        "act.defjvp(lambda a, b: (act(*a), *b))",
-        "act(x)",
-    ),
-}
+DEFAULT = ("def act(x):\n    return ACT(x)", "act(x)")
+# What a step uses, and how it uses it; a word of those above is edited.
+KINDS = """
+def act(x): return ACT(x) | act(x)
+0  # as of %%time; def act(x): return ACT(x) | act(x)
+KINDS = {'mine': lambda x: ACT(x)} | KINDS['mine'](x)
+act = ACT | act(x)
+act = lambda x: ACT(x) | act(x)
+acts = [jnp.abs, ACT] | acts[1](x)
+SCALES = TABLE | x @ SCALES
+SCALES = jnp.asarray(TABLE) | x @ SCALES
+SCALES = np.ones((3, 999)) * NUMBER | x @ SCALES
+act = functools.partial(jnp.clip, max=NUMBER) | act(x)
+instance = types.SimpleNamespace(act=ACT) | instance.act(x)
+rate = optax.cosine_decay_schedule(1.0, RATE) | rate(3) * x
+class Acts: act = ACT | Acts.act(x)
+class Sizes(NamedTuple): scale: float = NUMBER; SIZES = Sizes() | SIZES.scale * x
+sys.modules['acts'] = types.SimpleNamespace(act=ACT); import acts | acts.act(x)
+def act(x, y=NUMBER): return x * y | act(x)
+def make(y): return lambda x: x * y; act = make(NUMBER) | act(x)
+class Base: act = lambda self, x: ACT(x); class Derived(Base): pass | Derived().act(x)
+class Act: act = property(lambda self: ACT) | Act().act(x)
+twice = lambda f: lambda x: f(NUMBER * x); @twice; def act(x): return -x | act(x)
+0 | jax.lax.fori_loop(0, 3, lambda i, y: ACT(y), x)
+0 | jax.lax.cond(x.sum() > 0, ACT, jnp.abs, x)
+act = jax.custom_vjp(jnp.abs); act.defvjp(lambda x: (x, 0), lambda _, g: (NUMBER * g,)) | act(x)
+KEY = jax.random.key(int(NUMBER)) | x + jax.random.normal(KEY, x.shape)
+act = jax.jit(lambda x: jax.lax.scan(lambda y, _: (y @ TABLE, None), x, None, 2)[0]) | act(x)
+how, KEY = jax.threefry_partitionable(FLAG), jax.random.key(0) | x + act(how, random, KEY, (3,))
+how = jax.default_matmul_precision(PRECISION) | act(how, jnp.dot, x, TABLE)
+os.environ['TEST_SCALE'] = str(NUMBER) | x * float(os.environ['TEST_SCALE'])
+""".strip().split("\n")
 
 
 def source_of(definitions: str, expression: str, words: dict) -> str:
+    definitions = definitions.replace("; ", "\n")
     text = PROGRAM.format(definitions=definitions, expression=expression)
     return re.sub(r"\b[A-Z]+\b", lambda found: words.get(found[0], found[0]), text)
 
@@ -150,11 +114,28 @@ def text_of(config, functions) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_edit_that_changes_the_program_is_seen(small, kind):
-    config = small(block_size=128, platform="tpu" if "kernel" in kind else "cpu")
-    if config.platform == "tpu":
-        config = dataclasses.replace(config, vocab_size=128, num_workers=1)
     first, again, edited = (
-        text_of(config, functions_of(source_of(*KINDS[kind], words)))
+        text_of(small(), functions_of(source_of(*kind.split(" | "), words)))
+        for words in (BEFORE, BEFORE, AFTER)
+    )
+    assert first == again != edited
+
+
+KERNEL = """
+from jax.experimental import pallas
+@jax.custom_jvp
+def act(x):
+    def kernel(a, b):
+        b[...] = ACT(a[...])
+    return pallas.pallas_call(kernel, out_shape=x)(x)
+act.defjvp(lambda a, b: (act(*a), *b))
+"""
+
+
+def test_a_kernel_that_no_cpu_has_is_compared_as_well(small):
+    config = small(block_size=128, vocab_size=128, platform="tpu", num_workers=1)
+    first, again, edited = (
+        text_of(config, functions_of(source_of(KERNEL, "act(x)", words)))
         for words in (BEFORE, BEFORE, AFTER)
     )
     assert first == again != edited
@@ -174,16 +155,16 @@ def test_an_edit_that_changes_the_program_is_seen(small, kind):
     ],
 )
 def test_an_edit_that_changes_no_result_is_none(small, old, new):
-    source = source_of(DEFAULT, "act(x)", BEFORE)
+    source = source_of(*DEFAULT, BEFORE)
     assert old in source
     found = (functions_of(text) for text in (source, source.replace(old, new)))
     assert len({text_of(small(), functions) for functions in found}) == 1
 
 
 def test_the_order_of_definitions_is_no_change(small):
-    parts = ["def one(x):\n    return -x", "@jax.jit\ndef two(x):\n    return 2 * x"]
+    parts = ["one = jax.jit(lambda x: -x)", "two = jax.jit(lambda x: 2 * x)"]
     found = {
-        text_of(small(), functions_of(source_of("\n".join(order), "two(one(x))", {})))
+        text_of(small(), functions_of(source_of("; ".join(order), "two(one(x))", {})))
         for order in (parts, parts[::-1])
     }
     assert len(found) == 1
@@ -260,7 +241,7 @@ class Launch:
         self.config, self.fitted = config, 0
 
     def __call__(self, old="", new="", config=None, functions=None) -> None:
-        source = source_of(DEFAULT, "act(x)", BEFORE).replace(old, new)
+        source = source_of(*DEFAULT, BEFORE).replace(old, new)
         trainer = SimpleNamespace(
             train_loop_per_worker=print,
             fit=self.fit,
@@ -317,12 +298,6 @@ def test_a_run_that_has_trained_nothing_may_change(small, here, capsys):
     launch()
     launch("0.1 * g", "0.2 * g")
     assert launch.fitted == 2 and capsys.readouterr().out == ""
-
-
-def test_of_a_long_difference_the_first_lines_are_shown(launch):
-    with pytest.raises(ValueError) as error:
-        launch("jnp.tanh(x)", "jnp.sort(jnp.cos(jnp.exp(jnp.sin(x)))) ** 3 + x.min()")
-    assert len(str(error.value).splitlines()) == 1 + 6 + 1
 
 
 def test_a_step_that_cannot_be_traced_is_not_launched(launch):
@@ -434,18 +409,15 @@ def test_a_diverged_run_is_not_started_again(launch):
     launch()
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"checkpoint_results": [{"'])
-def test_a_launch_deletes_rays_record(launch, text):
-    """Ray would refuse one that is empty, cut off, or names what isn't there."""
+def test_a_launch_deletes_rays_record(launch):
+    """Unless it is refused. Ray would refuse a record that names what isn't there."""
     record = launch.config.run_path / trainkit.checkpoints.RECORD
-    record.write_text(text)
-    begun = record.with_name("step_00000007.orbax-checkpoint-tmp")
-    (begun / "d").mkdir(parents=True)  # of a save that was cut off
+    record.write_text("")
     with pytest.raises(ValueError):
         launch("0.1 * g", "0.2 * g")
-    assert record.exists() and begun.exists()
+    assert record.exists()
     launch()
-    assert not record.exists() and not begun.exists()
+    assert not record.exists()
 
 
 def test_a_refused_launch_leaves_the_run_alone(launch):
@@ -468,7 +440,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(trainkit.lock, "joined", {})
 
 
-@pytest.mark.parametrize("kind", ["another seed", "shorter", "validation", "nothing"])
+@pytest.mark.parametrize("kind", ["another seed", "validation", "nothing"])
 def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path, kind):
     """With both values, and its name; unless the run streams its text."""
     config = write_bins(small())
@@ -476,7 +448,6 @@ def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path
     if kind != "nothing":
         write_bins(
             there,
-            train_tokens=2_001 - (kind == "shorter"),
             val_tokens=401 + (kind == "validation"),
             seed=int(kind == "another seed"),
         )

@@ -8,37 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import ray
 import ray.train
-from accidents import log_of, losses_of_one_process
 
 import trainkit.workers
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.mark.slow
-@pytest.mark.extra
-def test_two_workers_with_four_devices_each(tutorial, cluster, small, write_bins):
-    """Data, FSDP, and tensor parallelism at once; then on another mesh."""
-    config = write_bins(
-        small(num_workers=2, devices_per_worker=4, batch_size=8, max_steps=10)
-    )
-    result = tutorial.make_trainer(config).fit()
-    assert result.error is None and result.metrics["step"] == 10
-    alone = dataclasses.replace(config, devices_per_worker=1)
-    losses = losses_of_one_process(tutorial, dataclasses.replace(alone, max_steps=15))
-    np.testing.assert_allclose(
-        [x["loss"] for x in log_of(config)], losses[:10], atol=1e-4
-    )
-
-    # Written by 8 devices in parallel on the data, restored by 4 that divide the model.
-    other = dataclasses.replace(config, num_workers=1, fsdp=4, max_steps=15)
-    assert other.mesh_shape(1) == (1, 4, 1)
-    assert tutorial.make_trainer(other).fit().error is None
-    np.testing.assert_allclose([x["loss"] for x in log_of(config)], losses, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -80,41 +56,37 @@ def claim():
 def initialize():
     xla_bridge.register_backend_factory("played", claim, priority=500)
 """
-
-
 DRIVER = """
-import os, sys
+import sys
 sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
 from notebook_module import code_cells, load_notebook
 if sys.argv[2] == "as the notebook does":
     exec(code_cells()[0].source)
-import jax
-if sys.argv[2] == "as the notebook does":
     tutorial = load_notebook()
     demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
     tutorial.create_state(demo)
+import jax
 print(jax.devices())
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("claimed", [False, True])
-def test_driver_leaves_accelerators_to_the_workers(tmp_path, claimed):
+@pytest.mark.parametrize("how", ["as the notebook does", "plain JAX"])
+def test_driver_leaves_accelerators_to_the_workers(tmp_path, how):
     """On a machine with a JAX plugin for an accelerator, which notes who claims it."""
     plugin = tmp_path / "jax_plugins/played"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(PLUGIN)
     (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")  # as beside the notebook
-    how = "plain JAX" if claimed else "as the notebook does"
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     subprocess.run(
         [sys.executable, "-c", DRIVER, ROOT, how],
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(tmp_path)},
         check=True,
-        timeout=120,
+        timeout=300,
     )
-    assert (tmp_path / "claimed").exists() == claimed
+    assert (tmp_path / "claimed").exists() == (how == "plain JAX")
 
 
 @pytest.mark.parametrize("platform, jax_name", trainkit.workers.PLATFORMS.items())
