@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +25,9 @@ sys.path.insert(0, sys.argv[1])
 from trainkit import lock
 from trainkit.config import TrainingConfig
 with lock.hold(TrainingConfig(**json.loads(sys.argv[2]))) as mark:
-    if sys.argv[3] == "fork" and os.fork() == 0:
-        time.sleep(60)
+    if os.fork() == 0:  # what a driver has started doesn't keep its lock
+        os.setsid()
+        time.sleep(30)
         os._exit(0)
     print(mark, flush=True)
     sys.stdin.read()
@@ -39,10 +39,10 @@ AHEAD = ["unshare", "--time", "--boottime", "3600", "--fork", "--kill-child"]
 
 
 @contextlib.contextmanager
-def holder(config, *prefix: str, how: str = ""):
+def holder(config, *prefix: str):
     """Another process that holds the run; gives it, and its mark or what it says instead."""
     settings = json.dumps(dataclasses.asdict(config))
-    command = [*prefix, sys.executable, "-c", HOLD, str(ROOT), settings, how]
+    command = [*prefix, sys.executable, "-c", HOLD, str(ROOT), settings]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
         command, text=True, **pipes, start_new_session=True
@@ -74,41 +74,26 @@ def test_one_launch_at_a_time(small, prefix):
         with pytest.raises(RuntimeError) as error:
             with trainkit.lock.hold(config):
                 raise AssertionError
-        assert f"run_name: another launch trains {config.run_path}: {mark}" in str(
-            error.value
-        )
+        words = f"run_name: another launch trains {config.run_path}: {mark}"
+        assert words in str(error.value)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        wait_for(
-            lambda: is_free(config), 10, what="the lock of a driver that was killed"
-        )
+        wait_for(lambda: is_free(config), 60, what="the lock of a killed driver")
     with trainkit.lock.hold(config):
         with holder(config, *prefix) as (process, said):
             assert "another launch trains" in said and f"process {os.getpid()}" in said
 
 
-def test_a_process_that_the_driver_forked_does_not_keep_the_lock(small):
-    config = small()
-    with holder(config, how="fork") as (process, _):
-        process.kill()
-        process.wait()
-        wait_for(lambda: is_free(config), 10, what="the lock")
-
-
-@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
 def test_a_launch_that_ends_in_this_process_frees_the_run(small, error):
-    config, outcomes = small(), []
-    with contextlib.suppress(KeyboardInterrupt, ValueError, SystemExit):
+    config = small()
+    with contextlib.suppress(error):
         with trainkit.lock.hold(config):
-            assert not is_free(config)
-            thread = threading.Thread(target=lambda: outcomes.append(is_free(config)))
-            thread.start()
-            thread.join()
-            if error:
-                raise error
-    assert outcomes == [False] and is_free(config)
-    assert is_free(small(run_name="another"))
-    assert not (config.run_path / "launch.txt").exists()
+            assert not is_free(config) and is_free(small(run_name="another"))
+            raise error
+    assert is_free(config)
+    # Nor is there a soft lock, which would judge by host names and process numbers.
+    assert [path.name for path in config.run_path.iterdir()] == ["launch.lock"]
 
 
 @pytest.fixture
@@ -150,9 +135,7 @@ def test_locks_that_each_node_has_for_itself(small, joined):
         joined(config, first)
         with holder(config, *MOUNTS, "sh", "-ec", mount, "-") as (_, second):
             assert second.startswith("process ") and second != first
-            with pytest.raises(
-                RuntimeError, match="belongs to process .* this one ends"
-            ):
+            with pytest.raises(RuntimeError, match="process .* this one ends"):
                 trainkit.lock.confirm(config)
             joined(config, second)
 
@@ -160,22 +143,16 @@ def test_locks_that_each_node_has_for_itself(small, joined):
 def test_a_path_that_is_another_folder_on_this_node(small, joined, tmp_path):
     """Without a mark, or with that of a launch long ago."""
     config, there = small(), small(storage_path=str(tmp_path / "there"))
+    trainkit.lock.confirm(config)  # without a launch, as in a test
     with trainkit.lock.hold(config) as mark:
         joined(config, mark)
         for text in (None, "", "process 7 on far, since then (0123)", mark[:-1]):
             if text is not None:
                 there.run_path.mkdir(parents=True, exist_ok=True)
                 (there.run_path / "launch.txt").write_text(text)
-            with pytest.raises(
-                RuntimeError, match="another folder on this node"
-            ) as error:
+            with pytest.raises(RuntimeError, match="another folder on this") as error:
                 joined(there, mark)
             assert f"on {socket.gethostname()}, {there.run_path}" in str(error.value)
-
-
-def test_without_a_launch_nothing_is_confirmed(small):
-    """As in this process, where tests save."""
-    trainkit.lock.confirm(small())
 
 
 def test_a_worker_saves_for_its_own_launch_only(small, joined):
@@ -190,17 +167,7 @@ def test_a_worker_saves_for_its_own_launch_only(small, joined):
     assert trainkit.checkpoints.list_saved(config) == ["step_00000010"]
 
 
-def test_a_launch_removes_no_mark_but_its_own(small):
-    """Where another has taken the run, on storage without locks."""
-    config = small()
-    with trainkit.lock.hold(config):
-        (config.run_path / "launch.txt").write_text("process 7 on far")
-    assert trainkit.lock.read_mark(config) == "process 7 on far"
-
-
-@pytest.mark.parametrize(
-    "number", [errno.ENOSYS, errno.ENOLCK, errno.EIO, errno.EACCES]
-)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
 def test_a_file_system_without_locks(small, monkeypatch, joined, number):
     """There, the mark alone decides; other errors are what they are."""
 
@@ -209,29 +176,20 @@ def test_a_file_system_without_locks(small, monkeypatch, joined, number):
 
     monkeypatch.setattr(trainkit.lock.FileLock, "acquire", acquire)
     config = small()
-    if number in (errno.EIO, errno.EACCES):
-        with pytest.raises(OSError, match=f"cannot write to .*{os.strerror(number)}"):
-            with trainkit.lock.hold(config):
-                raise AssertionError
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="storage_path: cannot write to .*output"):
+            trainkit.lock.hold(config).__enter__()
         return
     with trainkit.lock.hold(config) as mark:
         joined(config, mark)
-        with (
-            trainkit.lock.hold(config),
-            pytest.raises(RuntimeError, match="this one ends"),
-        ):
-            trainkit.lock.confirm(config)
+        with trainkit.lock.hold(config) as other:
+            with pytest.raises(RuntimeError, match="this one ends"):
+                trainkit.lock.confirm(config)
+            (config.run_path / "launch.txt").write_text(mark)
+        assert trainkit.lock.read_mark(config) == mark != other  # it is no one else's
 
 
 def test_storage_that_cannot_be_written(small, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="storage_path: cannot write"):
-        with trainkit.lock.hold(small(storage_path=str(tmp_path / "file"))):
-            raise AssertionError
-
-
-def test_no_soft_lock(small):
-    """It would judge by host names and process numbers."""
-    with trainkit.lock.hold(small()):
-        pass
-    assert [path.name for path in small().run_path.iterdir()] == ["launch.lock"]
+        trainkit.lock.hold(small(storage_path=str(tmp_path / "file"))).__enter__()

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
 import trainkit.launch
-import trainkit.token_files
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
@@ -75,47 +73,11 @@ def test_node_goes_away_and_comes_back(tutorial, reference, two_nodes):
 
     loop = slowed(tutorial, tutorial.train_loop_per_worker, 0.1, world_size=2)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
-        wait_for(lambda: at_step(30)(config), what="step 30")
+        wait_for(lambda: at_step(14)(config), what="step 14")
         lose(two_nodes, *two_nodes.worker_nodes)
-        time.sleep(5)
-        step, start = last_step(config), time.monotonic()
         two_nodes.add_node(num_cpus=3)
-        wait_for(lambda: last_step(config) > step, what="a new step")
-        print(f"first new step {time.monotonic() - start:.1f} s after the node is back")
         assert result().error is None
     assert_equal_runs(config, reference)
-
-
-@pytest.mark.extra
-def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
-    """As the page says: accelerator nodes on one side, cheap ones with a label."""
-
-    def note(rows):
-        (notes / ray.get_runtime_context().get_node_id()).touch()
-        texts = [f"Document {i}" for i in rows["id"]]
-        return {"text": texts, "split": ["train"] * len(texts)}
-
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    start_ray(cluster.address)
-    cluster.add_node(num_cpus=2, num_gpus=4)
-    cluster.add_node(num_cpus=2, labels={"role": "data"})
-    cluster.wait_for_nodes()
-    (data_node,) = (n for n in ray.nodes() if n["Labels"].get("role") == "data")
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    options = ray.data.DataContext.get_current().execution_options
-    try:
-        options.label_selector = {"role": "data"}
-        documents = ray.data.range(4_000).map_batches(note, batch_size=None)
-        tokenize = partial(tutorial.tokenize, config=trainkit.config.TrainingConfig())
-        tokenized = documents.map_batches(tokenize, batch_size=None)
-        assert len(list(trainkit.token_files.documents_in(tokenized))) == 4_000
-    finally:
-        options.label_selector = None
-        stop_ray()
-        cluster.shutdown()
-    assert [note.name for note in notes.iterdir()] == [data_node["NodeID"]]
 
 
 @pytest.mark.extra
@@ -254,9 +216,15 @@ def test_elastic_run_shrinks_and_grows(
     )
 
 
-def in_other_folders(monkeypatch, folders: list[Path]) -> None:
-    """Let a worker start in the folder of its rank; this process is in the first."""
-    guarded = trainkit.launch.guarded
+@pytest.mark.extra
+def test_storage_that_workers_do_not_share(
+    tutorial, small, write_bins, tmp_path, monkeypatch
+):
+    """One path that is another folder for the second worker: the start says so."""
+    guarded, folders = (
+        trainkit.launch.guarded,
+        [tmp_path / "first", tmp_path / "second"],
+    )
 
     def starting_there(*given):
         start = guarded(*given)
@@ -271,42 +239,11 @@ def in_other_folders(monkeypatch, folders: list[Path]) -> None:
         folder.mkdir()
     monkeypatch.setattr(trainkit.launch, "guarded", starting_there)
     monkeypatch.chdir(folders[0])
-
-
-@pytest.mark.extra
-def test_storage_that_workers_do_not_share(
-    tutorial, small, write_bins, tmp_path, monkeypatch
-):
-    """One path that is another folder for the second worker: the start says so."""
     config = write_bins(small(num_workers=2, max_failures=0))
     config = dataclasses.replace(config, storage_path="/proc/self/cwd/runs")
-    in_other_folders(monkeypatch, [tmp_path / "first", tmp_path / "second"])
     stop_ray()  # so that workers start in the first folder, as this process does
     start_ray()
     with pytest.raises(ray.train.TrainingFailedError) as error:
         tutorial.make_trainer(config).fit()
     assert re.search(r"\[Rank 1 Error(.|\n)*storage_path: .* folder", str(error.value))
     assert not list(tmp_path.glob("*/runs/run/step_*"))
-
-
-@pytest.mark.extra
-def test_a_node_whose_tokens_are_others(
-    tutorial, two_nodes, small, write_bins, tmp_path, monkeypatch
-):
-    """As many, under the same path: the run doesn't start, and the message names both."""
-    changes = {"num_workers": 2, "cpus_per_worker": 2.0, "max_failures": 0}
-    config = small(data_dir="/proc/self/cwd/data", **changes)
-    folders = [tmp_path / "first", tmp_path / "second"]
-    in_other_folders(monkeypatch, folders)
-    for seed, folder in enumerate(folders):
-        write_bins(
-            dataclasses.replace(config, data_dir=str(folder / "data")), seed=seed
-        )
-    with pytest.raises(ray.train.TrainingFailedError) as error:
-        tutorial.make_trainer(config).fit()
-    values = []
-    for folder in folders:
-        there = dataclasses.replace(config, data_dir=str(folder / "data"))
-        values.append(trainkit.token_files.digest(there)["train"])
-    assert f"train was {values[0]!r}, and is {values[1]!r}" in str(error.value)
-    assert log_of(config) == []

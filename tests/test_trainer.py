@@ -19,7 +19,6 @@ from samples import add_from_guide
 
 import trainkit.corpus
 import trainkit.devices
-import trainkit.workers
 
 pytestmark = pytest.mark.slow
 ONE_PROCESS = """
@@ -68,21 +67,6 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     mesh = trainkit.devices.make_mesh(one)
     windows = next(batches_of(tutorial, one, mesh, "val"))
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
-
-
-def test_workers_keep_what_they_compile(small, monkeypatch):
-    """On storage that all nodes share, also if that is remote, or where the user says."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-
-    def cache(**changes):
-        environment = trainkit.workers.environment(small(**changes))
-        return environment["JAX_COMPILATION_CACHE_DIR"]
-
-    assert cache(storage_path="/shared/runs") == "/shared/runs/jax-cache"
-    data = {"data_dir": "/shared/data/builtin", "storage_path": "s3://bucket/runs"}
-    assert cache(**data) == "/shared/data/builtin/jax-cache"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/fast")
-    assert cache(storage_path="/shared/runs") == "/fast"
 
 
 @pytest.mark.extra  # test_notebook.py has one that is smaller

@@ -22,6 +22,7 @@ imports the notebook: what needs the model takes it as an argument.
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -31,6 +32,15 @@ import subprocess
 import sys
 
 OLDEST = {"flax": "0.12.8", "jax": "0.10.2", "ray": "2.60.0"}  # that the tests ran with
+# What workers write to their logs, and a notebook needn't show: each start, the stack of C++
+# when another worker has died, and what is known and does no harm.
+NOISE = (
+    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank",
+    r"Requesting resources|Attempting to start|Reporting training|PreemptionWatcher",
+    r"PyTorch was not found|exclude_resources|preemption_sync|_service_agent|GRPC error info",
+    r"^:UNKNOWN:Error|^\t(class_name|actor_id|pid|namespace|ip): |^The actor is dead because",
+    r"\*\*\* (Check|SIGABRT)|PC: @| @ +0x|Python error: Abort|Extension modules: |^, \w+\._",
+)
 
 
 def set_up_driver() -> None:
@@ -48,6 +58,9 @@ def set_up_driver() -> None:
         can_keep_token = os.access(os.path.expanduser("~"), os.W_OK)
         if not can_keep_token and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(NOISE))  # "" shows all
+    for name in ("_private.authentication", "_private.runtime_env", "data._internal"):
+        logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

@@ -19,7 +19,7 @@ from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup
 
 from trainkit import devices, token_files
-from trainkit.config import TrainingConfig, count_parts, most_workers
+from trainkit.config import TrainingConfig, most_workers
 
 DEFAULTS = {
     "TPU": "configs/stories-tpu-v6e.yaml",
@@ -30,10 +30,9 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
 
 def default_config() -> str:
-    """The configuration that fits the cluster: for its TPUs, its GPUs, or two CPU cores."""
-    found = ray.cluster_resources()
-    kind = next((kind for kind in ("TPU", "GPU") if kind in found), "CPU")
-    return DEFAULTS[kind]
+    """What GPT2_CONFIG says, or what fits the cluster's TPUs, its GPUs, or two CPU cores."""
+    found = [kind for kind in ("TPU", "GPU") if kind in ray.cluster_resources()]
+    return os.environ.get("GPT2_CONFIG") or DEFAULTS[[*found, "CPU"][0]]
 
 
 def with_num_workers(config: TrainingConfig) -> TrainingConfig:
@@ -42,43 +41,46 @@ def with_num_workers(config: TrainingConfig) -> TrainingConfig:
     Some devices stay idle, and a printed line says so, if all of them can't share a batch.
 
     Raises:
-        RuntimeError: the cluster has too few devices.
         ValueError: no number of workers forms the mesh and divides a batch.
     """
     if config.num_workers:
         return config
-    room = count_room(config) if config.platform != "cpu" else 1
-    if config.platform == "tpu" and not config.topology:
-        room = min(room, 1)  # a host by itself
-    if room < config.workers_per_slice:
-        needed = config.workers_per_slice * config.devices_per_worker
-        chips = max(int(node["Resources"].get("TPU", 0)) for node in ray.nodes())
-        alone = (
-            " For a TPU host by itself: topology: null, accelerator_type: null, and "
-            f"devices_per_worker: {chips}."
-        )
-        raise RuntimeError(
-            f"platform: {config.platform} needs {needed} {config.platform.upper()}s or more, "
-            f"{config.devices_per_worker} on a node, but the cluster has room for {room} "
-            "workers. Add machines or, if the cluster adds them by itself, set num_workers "
-            "and autoscaling: true."
-            + (alone if config.platform == "tpu" and chips else "")
-        )
-    workers = most_workers(config, room)
-    if workers and workers < room:
-        print(
-            f"{workers} workers of {room} that the cluster has room for share a batch."
-        )
-    return dataclasses.replace(config, num_workers=workers or room)
+    alone = config.platform == "cpu" or config.platform == "tpu" and not config.topology
+    room = max(1 if alone else count_room(config), config.workers_per_slice)
+    workers = most_workers(config, room) or room
+    if workers < room:
+        print(f"{workers} workers of {room} that there is room for share a batch.")
+    return dataclasses.replace(config, num_workers=workers)
 
 
 def count_room(config: TrainingConfig) -> int:
-    """How many workers the cluster's nodes have devices for."""
-    kind, generation = config.platform.upper(), config.accelerator_type
+    """How many workers the cluster's nodes have room for; a worker is on one node."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if generation:
-        nodes = [node for node in nodes if f"accelerator_type:{generation}" in node]
-    return sum(int(node.get(kind, 0)) // config.devices_per_worker for node in nodes)
+    if kind := config.accelerator_type:
+        nodes = [node for node in nodes if f"accelerator_type:{kind}" in node]
+    each = config.resources_per_worker
+    return sum(
+        min(int(node.get(k, 0) / each[k] + 1e-6) for k in each) for node in nodes
+    )
+
+
+def check_resources(config: TrainingConfig) -> None:
+    """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
+
+    Raises:
+        RuntimeError: with what is missing, and what to change.
+    """
+    workers, each = config.worker_range[0], config.resources_per_worker
+    found, cpus = ray.cluster_resources(), workers * each.get("CPU", 0) + 1
+    room = count_room(config)
+    if (room < workers or found.get("CPU", 0) < cpus) and not config.autoscaling:
+        kind = f" of type {config.accelerator_type}" if config.accelerator_type else ""
+        raise RuntimeError(
+            f"num_workers: {workers} workers take {each} each{kind}, and Ray Data a CPU. The "
+            f"cluster has { {k: found.get(k, 0) for k in each | {'CPU': 1}} }, and nodes with "
+            f"room for {room} workers. Set num_workers or devices_per_worker lower, add "
+            "machines, or set autoscaling: true if the cluster adds them by itself."
+        )
 
 
 def describe_split(config: TrainingConfig) -> dict[str, int | str]:
@@ -95,87 +97,30 @@ def describe_split(config: TrainingConfig) -> dict[str, int | str]:
     }
 
 
-def check_resources(config: TrainingConfig) -> None:
-    """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
-
-    What others use at the moment is printed.
-
-    Raises:
-        RuntimeError: with what is missing, and what to change.
-    """
-    config, available = with_num_workers(config), ray.cluster_resources()
-    workers = config.worker_range[0]
-    each = {"CPU": 0} | config.resources_per_worker
-    needs = {k: n * workers for k, n in each.items()}
-    needs["CPU"] += 1  # a task that reads
-    missing = {k: n for k, n in needs.items() if n > available.get(k, 0)}
-    if missing and not config.autoscaling:
-        found = {k: available.get(k, 0) for k in missing}
-        raise RuntimeError(
-            f"num_workers: {workers} workers and a CPU for Ray Data take {missing}, but the "
-            f"cluster has {found}. "
-            "Set num_workers or devices_per_worker lower, add machines, or set autoscaling: "
-            "true if the cluster adds them by itself."
-        )
-    free = ray.available_resources()
-    taken = [k for k in needs.keys() - missing.keys() if needs[k] > free.get(k, 0)]
-    for k in sorted(taken):
-        print(
-            f"This run needs {needs[k]:g} {k}s, and {free.get(k, 0):g} of {available[k]:g} "
-            "are free: others use the rest, and the run waits for them. `ray list actors` "
-            "and the dashboard say who."
-        )
-    if advice := better_batch_sizes(config):
-        print(advice)
-
-
-def better_batch_sizes(config: TrainingConfig) -> str | None:
-    """What to do if a device's windows divide badly: twice the parts that would be needed.
-
-    A device that has 37 windows and takes at most 32 at once takes them one by one.
-    """
-    windows, most = config.device_windows, config.device_batch_size
-    found, needed = config.micro_batches, math.ceil(windows / most)
-    if found < 2 * needed:
-        return None
-    others = range(1, 2 * windows)
-    good = [n for n in others if count_parts(n, most) == math.ceil(n / most)]
-    nearest = sorted(good, key=lambda n: abs(n - windows))[:2]
-    together = config.batch_size // windows  # devices that divide the batch
-    sizes = " or ".join(str(n * together) for n in sorted(nearest))
-    return (
-        f"batch_size: {config.batch_size} is {windows} windows for each device, and "
-        f"device_batch_size: {most} takes them in {found} parts of {windows // found}, "
-        f"which is slow. batch_size: {sizes} would take {needed} or so."
-    )
-
-
 def environment(config: TrainingConfig) -> dict[str, str]:
     """The environment variables that each worker starts with, before it imports JAX."""
     shared = config.data_dir if config.remote else config.storage_path
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{shared}/jax-cache")
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # perhaps each node's own
+    flags = os.environ.get("XLA_FLAGS", "")  # yours
     variables = {
         "JAX_PLATFORMS": PLATFORMS[config.platform],
-        "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts; the first worker writes it
+        "JAX_COMPILATION_CACHE_DIR": cache or f"{shared}/jax-cache",  # for restarts
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
     }
-    flags = os.environ.get("XLA_FLAGS", "")  # yours
     if config.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={config.devices_per_worker}"
     if config.platform == "gpu":
+        if (
+            cache
+        ):  # processes that share the search for kernels wait for those that don't
+            flags = f"--xla_gpu_shard_autotuning=false {flags}"
         # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
         # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
         # And no product is merged with its neighbor, to be cut apart by copies: attention
         # takes k and v apart. XLA of JAX 0.12 would merge them.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
-        if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # perhaps each node's own
-            # Processes that share the search for kernels wait for those that don't search.
-            ours += " --xla_gpu_shard_autotuning=false"
         flags = f"{ours} {flags}"
-    if flags:
-        variables["XLA_FLAGS"] = flags.strip()
-    if config.platform == "gpu":
         # Communicate while computing: docs/GPU_performance.md of NVIDIA/JAX-Toolbox,
         # "Optimization level". It says, too, that CUDA graphs are on already.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
@@ -183,7 +128,7 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
-    return variables
+    return variables | ({"XLA_FLAGS": flags.strip()} if flags else {})
 
 
 def load_cuda_libraries() -> None:
@@ -272,18 +217,6 @@ def check_generation(config: TrainingConfig, device: jax.Device) -> None:
         )
 
 
-def say_if_no_cpu_is_left(config: TrainingConfig) -> None:
-    """Print that the workers have taken all CPUs, as after a node was lost."""
-    each = config.resources_per_worker.get("CPU", 0)
-    total, taken = ray.cluster_resources().get("CPU", 0), each * config.num_workers
-    if total - taken < 1:
-        print(
-            f"num_workers: {config.num_workers} workers take {taken:g} of the cluster's "
-            f"{total:g} CPUs, and Ray Data needs one to read with. The run waits until a "
-            "machine joins; or interrupt it, and set num_workers lower."
-        )
-
-
 def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     """Start as one of the workers: take the right devices, and see the others' devices.
 
@@ -296,6 +229,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     Raises:
         RuntimeError: the workers don't form one JAX program, or have too old a GPU.
     """
+    watch(settings["stall_timeout_s"])
     workers = ray.train.get_context().get_world_size()
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
     if config.platform == "gpu":
@@ -305,30 +239,17 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
         check_generation(config, jax.local_devices()[0])
-    if jax.process_index() == 0:
-        say_if_no_cpu_is_left(config)
     token_files.read_in_order(ray.data.DataContext.get_current())
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh
 
 
-class Watchdog:
-    """Ends this process when `beat` isn't called for `seconds`, and says where it hung.
+def watch(seconds: float) -> None:
+    """End this process, with a note of where it hangs, unless called again in that time.
 
     A worker that hangs, on a stuck disk or network, makes all the others wait for it
     forever. Once it has ended, Ray starts the group again. `faulthandler` waits in a thread
     of C, so it ends the process even while other code of C holds the interpreter's lock.
     """
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self.beat(0)
-
-    def beat(self, step: int) -> None:
-        """Say that `step` is done."""
-        faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
