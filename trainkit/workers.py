@@ -296,6 +296,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     Raises:
         RuntimeError: the workers don't form one JAX program, or have too old a GPU.
     """
+    watch(settings["stall_timeout_s"])
     workers = ray.train.get_context().get_world_size()
     config = dataclasses.replace(TrainingConfig(**settings), num_workers=workers)
     if config.platform == "gpu":
@@ -313,22 +314,11 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     return config, mesh
 
 
-class Watchdog:
-    """Ends this process when `beat` isn't called for `seconds`, and says where it hung.
+def watch(seconds: float) -> None:
+    """End this process unless this is called again within `seconds`; say where it hung.
 
     A worker that hangs, on a stuck disk or network, makes all the others wait for it
     forever. Once it has ended, Ray starts the group again. `faulthandler` waits in a thread
     of C, so it ends the process even while other code of C holds the interpreter's lock.
     """
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self.beat(0)
-
-    def beat(self, step: int) -> None:
-        """Say that `step` is done."""
-        faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
