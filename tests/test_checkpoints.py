@@ -125,7 +125,10 @@ def test_a_failed_save_is_seen_by_the_loop_and_by_rays_thread(
 
 def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
     """After a run went on from the checkpoint before; what is there is replaced."""
-    state, folder = {"kernel": np.ones((8, 8), np.float32)}, checkpointer.config.run_path
+    state, folder = (
+        {"kernel": np.ones((8, 8), np.float32)},
+        checkpointer.config.run_path,
+    )
     assert checkpointer.save(state, 10)["checkpoint"].path == str(folder / FIRST)
     recorded.append(FIRST)
     again = checkpointer.save(jax.tree.map(lambda x: 2 * x, state), 10)
@@ -296,7 +299,9 @@ def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses):
     save_steps(checkpointer, 10, 20)
     for name in (FIRST, SECOND):
         cut_off(Path(checkpointer.config.run_path / name))
-    with pytest.raises(RuntimeError, match=f"(?s)No checkpoint.*{SECOND} on.*{FIRST} on"):
+    with pytest.raises(
+        RuntimeError, match=f"(?s)No checkpoint.*{SECOND} on.*{FIRST} on"
+    ):
         restore()
 
 

@@ -21,7 +21,6 @@ IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
     "orbax-checkpoint": "orbax",
     "pyyaml": "yaml",
-    "tensorboardx": "tensorboardX",
 }
 
 
