@@ -305,6 +305,27 @@ def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses):
         restore()
 
 
+def test_wrong_credentials_at_one_start_lose_nothing(
+    checkpointer, restore, pauses, monkeypatch
+):
+    """The next, with the right ones, goes on."""
+    save_steps(checkpointer, 10)
+
+    def forbidden(*_):
+        raise PermissionError("AWS Error ACCESS_DENIED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainkit.checkpoints, "list_folders", forbidden)
+        with pytest.raises(PermissionError):
+            restore()
+        assert 60 < sum(pauses) < 70
+    with monkeypatch.context() as patch:
+        patch.setattr(trainkit.checkpoints, "read", forbidden)
+        with pytest.raises(RuntimeError, match="No checkpoint .*ACCESS_DENIED"):
+            restore()
+    assert restore()[0] == 10
+
+
 def test_all_workers_take_the_same_checkpoint(checkpointer, restore, monkeypatch):
     """The newest that each can read; this worker can read all."""
     save_steps(checkpointer, 10, 20, 30)
