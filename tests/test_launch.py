@@ -672,10 +672,10 @@ def waiting_loop(tutorial, config, step: int):
     def loop(settings):
         add = trainkit.run_log.RunLog.add
 
-        def wait_at_step(self, n, metrics):
+        def wait_at_step(self, n, *metrics):
             while n == step and not may_go_on.exists():
                 time.sleep(0.1)
-            add(self, n, metrics)
+            return add(self, n, *metrics)
 
         trainkit.run_log.RunLog.add = wait_at_step
         try:

@@ -146,9 +146,9 @@ def kill_while_writing(rank: int):
 def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     """And the log in the bucket has each step once, though an object can't grow."""
     config = dataclasses.replace(
-        reference, run_name="killed", storage_path=bucket, max_steps=36
+        reference, run_name="killed", storage_path=bucket, max_steps=48
     )
-    accident = Accidents(config, (at_step(14), kill_while_writing(1)))
+    accident = Accidents(config, (at_step(12), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == config.max_steps

@@ -255,17 +255,17 @@ def test_batch_sizes_that_divide_badly_are_named(small):
         )
 
 
-def test_watchdog_watches_the_workers_join_as_well(tutorial, small, monkeypatch):
+def test_watchdog_watches_the_workers_join_as_well(small, monkeypatch):
     """The first communication, in which a bad network hangs, is there."""
     watched = []
-    monkeypatch.setattr(trainkit.workers, "Watchdog", watched.append)
+    monkeypatch.setattr(trainkit.workers, "watch", watched.append)
 
-    def join(settings):
+    def join():
         raise TimeoutError(watched[0])
 
-    monkeypatch.setattr(trainkit.workers, "start_worker", join)
+    monkeypatch.setattr(ray.train, "get_context", join)
     with pytest.raises(TimeoutError, match="12.5"):
-        tutorial.train_loop_per_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))
+        trainkit.workers.start_worker(dataclasses.asdict(small(stall_timeout_s=12.5)))
 
 
 def test_workers_that_leave_no_cpu_to_ray_data_say_so(cluster, small, capsys):

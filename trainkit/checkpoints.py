@@ -223,16 +223,15 @@ def load(config: TrainingConfig, name: str, target: Any) -> Any:
     orbax, folder = create_reader(), local_copy(config, name)
     metadata = orbax.metadata(folder).item_metadata
     found, expected = map(array_shapes, (metadata.tree if metadata else {}, target))
-    differing = [
-        f"{key}: found {found.get(key)}, expected {expected.get(key)}"
-        for key in sorted(found.keys() | expected.keys())
-        if found.get(key) != expected.get(key)
-    ]
+    differing = sorted({key for key, _ in found.items() ^ expected.items()})
     if found and differing:  # nothing at all isn't another model but damage
+        shapes = (
+            f"{key}: found {found.get(key)}, expected {expected.get(key)}"
+            for key in differing[:3]
+        )
         raise OtherModel(
             f"{config.run_path / name} is a checkpoint of another model: "
-            f"{'; '.join(differing[:3])}{' ...' if differing[3:] else ''}. Choose another "
-            "run_name."
+            f"{'; '.join(shapes)}. Choose another run_name."
         )
     return read(orbax, folder, target)
 
