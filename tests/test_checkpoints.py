@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -21,7 +21,6 @@ import pyarrow.fs
 import pytest
 import ray
 import ray.train
-from accidents import batches_of
 from conftest import read_arrays
 from flax import nnx
 from notebook_module import abstract_state
@@ -138,27 +137,49 @@ def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
     assert (kernel == 2).all()
 
 
-def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
-    small, checkpointer, recorded, tmp_path
-):
-    """Ray's own bookkeeping, which would raise when it comes to delete a folder itself."""
-    config = checkpointer.config
-    kept = ray.train.CheckpointConfig(num_to_keep=1)
+async def record(config, kept, steps: Iterator[tuple[int, dict]]) -> CheckpointManager:
+    """Ray's own bookkeeping of checkpoints of these steps with these metrics."""
+    storage = StorageContext(config.storage_path, config.run_name)
+    manager = CheckpointManager(kept, storage)
+    for step, metrics in steps:
+        saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
+        manager.register_checkpoint(_TrainingReport(saved, metrics, False))
+    return manager
 
-    async def report_all() -> None:
-        storage = StorageContext(config.storage_path, config.run_name)
-        manager = CheckpointManager(kept, storage)
+
+def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
+    checkpointer, recorded
+):
+    """Ray would raise when it comes to delete the folder itself."""
+    config = checkpointer.config
+
+    def steps():
         for step in (10, 20):
             save_steps(checkpointer, step)
-            name = f"step_{step:08d}"
-            saved = trainkit.checkpoints.in_storage(config, name)
-            manager.register_checkpoint(_TrainingReport(saved, {}, False))
-            recorded.append(name)
-            if step == 10:
-                shutil.rmtree(config.run_path / FIRST)
+            yield step, {}
+            recorded.append(FIRST)
+            shutil.rmtree(config.run_path / FIRST, ignore_errors=True)
 
-    asyncio.run(report_all())
+    kept = ray.train.CheckpointConfig(num_to_keep=1)
+    asyncio.run(record(config, kept, steps()))
     assert trainkit.checkpoints.list_saved(config) == [SECOND]
+
+
+def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
+    """Of four evaluations, with four more saves between each two."""
+    config, losses = small(), {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
+
+    def steps():
+        for step in range(200, 4_001, 200):
+            (config.run_path / f"step_{step:08d}").mkdir(parents=True)
+            line = {"val_loss": losses[step]} if step in losses else {}
+            yield step, trainkit.checkpoints.metrics_of({"step": step} | line)
+
+    kept = tutorial.make_run_config(config).checkpoint_config
+    manager = asyncio.run(record(config, kept, steps()))
+    left = map(trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config))
+    assert [*left] == [4_000, 3_000, 2_000]
+    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5
 
 
 def test_saves_between_evaluations(small, recorded, monkeypatch):
@@ -189,33 +210,6 @@ def test_saves_between_evaluations(small, recorded, monkeypatch):
     assert due(0.1, 1.5, 100, checkpoint_interval=25) == [21, 25, 50, 75, 100]
     # Of slow steps, each: a notice comes half a minute before.
     assert due(10.0, 95.0, 12) == [10] and asked == [*range(1, 11)]
-
-
-def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small, tmp_path):
-    """Ray's own bookkeeping of four evaluations, with four more saves between each two."""
-    config = small(storage_path=str(tmp_path))
-    kept = tutorial.make_run_config(config).checkpoint_config
-    losses = {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
-
-    async def report_all() -> CheckpointManager:
-        storage = StorageContext(str(tmp_path), config.run_name)
-        manager = CheckpointManager(kept, storage)
-        for step in range(200, 4_001, 200):
-            line = {"step": step, "loss": 1.0}
-            if step in losses:
-                line["val_loss"] = losses[step]
-            saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
-            Path(saved.path).mkdir(parents=True)
-            metrics = trainkit.checkpoints.metrics_of(line)
-            manager.register_checkpoint(_TrainingReport(saved, metrics, False))
-        return manager
-
-    manager = asyncio.run(report_all())
-    left = [
-        trainkit.checkpoints.step_of(path.name) for path in tmp_path.glob("*/step_*")
-    ]
-    assert sorted(left) == [2_000, 3_000, 4_000]
-    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5
 
 
 # Reading.
@@ -474,6 +468,11 @@ def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, r
     assert trainkit.checkpoints.list_folders(bucket) == [FIRST]
 
 
+def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
+    """Made in the background, the first of the workers' folders would be the signal."""
+    assert not checkpointer.orbax._create_directories_asynchronously
+
+
 def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket, checkpointer):
     left = bucket.run_path / FIRST / "left"
     left.parent.mkdir()
@@ -577,24 +576,3 @@ def test_of_a_run_the_latest_and_the_best_are_kept_whole(tutorial, undisturbed):
     size = sum(leaf.nbytes for leaf in saved)
     found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     assert size * 0.5 < found < size * 1.3
-
-
-@pytest.mark.extra
-def test_resuming_late_is_as_quick_as_resuming_early(
-    tutorial, cluster, small, write_bins
-):
-    """Time to the first batch at step 10 and at step 100,000: nothing is read in vain."""
-    config = write_bins(small(max_steps=200_000), train_tokens=1_000_001)
-
-    def seconds(step):
-        start = time.monotonic()
-        mesh = trainkit.devices.make_mesh(config)
-        batches = batches_of(tutorial, config, mesh, first_step=step)
-        with contextlib.closing(batches):
-            next(batches).block_until_ready()
-            return time.monotonic() - start
-
-    seconds(0)  # start Ray Data's processes
-    early, late = (min(seconds(step) for _ in range(3)) for step in (10, 100_000))
-    print(f"first batch: {early:.2f} s at step 10, {late:.2f} s at step 100,000")
-    assert late < 2 * early + 0.5

@@ -142,58 +142,6 @@ def test_runs_killed_at_random(tutorial, cluster, reference, request):
         assert_equal_runs(config, reference)
 
 
-DRIVER = """
-import sys, time
-sys.path[:0] = {root!r}, {root!r} + "/ci"
-import ray
-from notebook_module import load_notebook
-from trainkit.config import TrainingConfig
-tutorial = load_notebook()
-train_step = tutorial.train_step
-
-def slow_train_step(*arguments):
-    time.sleep(0.1)
-    return train_step(*arguments)
-
-tutorial.train_step = slow_train_step
-config = TrainingConfig(**{settings!r})
-ray.init({address!r}, runtime_env={{"py_modules": ["{root}/trainkit"]}})
-result = tutorial.make_trainer(config).fit()
-assert result.error is None, result.error
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.extra
-def test_sigkill_of_the_driver(tutorial, cluster, reference):
-    """Then the same cell is run again, and the run goes on."""
-    config = dataclasses.replace(reference, run_name="driver")
-    settings = dataclasses.asdict(config)
-    address = ray.get_runtime_context().gcs_address  # the cluster stays
-    script = DRIVER.format(root=str(ROOT), settings=settings, address=address)
-    command = [sys.executable, "-c", script]
-    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
-    snapshot = config.run_path / "checkpoint_manager_snapshot.json"
-    wait_for(
-        lambda: snapshot.exists() and "step_" in snapshot.read_text(),
-        what="a checkpoint that Ray has recorded",
-    )
-    first.send_signal(signal.SIGKILL)
-    first.wait()  # its workers go on until Ray notices, for a second or so
-
-    def quiet() -> bool:
-        step = last_step(config)
-        time.sleep(2)
-        return last_step(config) == step
-
-    wait_for(quiet, what="the end of the last worker")
-    newest = trainkit.checkpoints.list_saved(config)[0]
-    assert 12 <= trainkit.checkpoints.step_of(newest) < config.max_steps
-    # The first driver's step was a slow one, and its program the same.
-    assert tutorial.make_trainer(config).fit().error is None
-    assert_equal_runs(config, reference)
-
-
 HANG = """
 import ctypes, faulthandler, sys, time
 sys.path.insert(0, sys.argv[1])

@@ -82,55 +82,6 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-SAVE = """
-import sys
-sys.path[:0] = {root!r}, {root!r} + "/ci"
-from pathlib import Path
-import jax
-from notebook_module import initial_state, load_notebook
-import orbax.checkpoint as ocp
-from trainkit.checkpoints import create_writer
-from trainkit.config import TrainingConfig
-from trainkit.devices import make_mesh
-rank = int(sys.argv[1])
-jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
-tutorial = load_notebook()
-config = TrainingConfig(**{settings!r})
-state = initial_state(tutorial, config, make_mesh(config))
-if rank == 1:  # what a worker that was killed left there; it takes a while to delete
-    left = Path({folder!r}, "1", "saved.orbax-checkpoint-tmp")
-    left.mkdir(parents=True)
-    for number in range(20_000):
-        (left / str(number)).touch()
-orbax = create_writer(config)
-orbax.save(Path({folder!r}, str(rank), "saved"), args=ocp.args.PyTreeSave(state))
-orbax.wait_until_finished()
-"""
-
-
-@pytest.mark.extra
-def test_each_worker_writes_when_its_own_folder_is_there(small, tmp_path):
-    """Two real processes; the second takes longer to make its folder."""
-    config = small(num_workers=2, storage_path="s3://models/runs")
-    settings = dataclasses.asdict(config)
-    folder, root = str(tmp_path), str(ROOT)
-    script = SAVE.format(root=root, port=free_port(), settings=settings, folder=folder)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [worker.communicate(timeout=300)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], errors
-    names = [path.name for path in (tmp_path / "1" / "saved").iterdir()]
-    assert "_METADATA" in names and not any(name.isdigit() for name in names)
-
-
 def kill_while_writing(rank: int):
     """While a checkpoint is on its way to the disk, before it goes to the store."""
 
