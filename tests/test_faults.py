@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
@@ -29,12 +32,43 @@ from accidents import (
     wait_for,
     worker_of,
 )
-from conftest import start_ray, stop_ray
+from conftest import read_arrays, start_ray, stop_ray
+from notebook_module import abstract_state
 from ray.cluster_utils import Cluster
 
 import trainkit.checkpoints
+import trainkit.config
+import trainkit.devices
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_of_a_run_the_latest_and_the_best_are_kept_whole(tutorial, undisturbed):
+    """Parameters, both moments of AdamW, the step; and as metadata the configuration."""
+    config, result = undisturbed(2)
+    kept = {int(name[5:]) for name in trainkit.checkpoints.list_saved(config)}
+    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
+    losses = {
+        x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
+    }
+    assert len(losses) == 6
+    best = sorted(losses, key=losses.get)[:2]
+    assert kept == {72, *best}
+    assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
+
+    folder = Path(result.checkpoint.path)
+    metadata = ocp.PyTreeCheckpointer().metadata(folder).custom_metadata
+    assert trainkit.config.TrainingConfig(**metadata) == config
+    alone = dataclasses.replace(config, num_workers=1)
+    state = abstract_state(tutorial, alone, trainkit.devices.make_mesh(alone))
+    saved = read_arrays(folder)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
+    assert sorted(leaf.shape for leaf in saved) == shapes
+    # Written once: no second copy of the arrays anywhere in the run's folder.
+    size = sum(leaf.nbytes for leaf in saved)
+    found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert size * 0.5 < found < size * 1.3
 
 
 # Processes.
