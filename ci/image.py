@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The image's versions of these hold there, but for those that something refuses.
 BROUGHT = {"ipywidgets", "matplotlib", "numpy", "pandas", "pyarrow", "pydantic"}
-BROUGHT |= {"pyyaml", "ray", "tensorboardx", "tqdm"}
+BROUGHT |= {"pyyaml", "ray", "tqdm"}
 REFUSED = {"pyarrow": "datasets 5.2 needs 24 or newer; the image of Ray 2.57 has 23"}
 
 

@@ -157,12 +157,16 @@ def copy_run(config, copy):
 
 
 def assert_equal_runs(config, reference) -> None:
-    """Bit for bit: parameters, optimizer state, every logged loss, each step once."""
-    for a, b in zip(state_of(config), state_of(reference)):
-        np.testing.assert_array_equal(a, b)
-    logs = log_of(config), log_of(reference)
+    """Bit for bit, every logged loss, each step once, up to the end of the first.
+
+    And if both end there: parameters, optimizer state, and step.
+    """
+    logs = log_of(config), log_of(reference)[: config.max_steps]
     for name in ("step", "loss", "grad_norm", "val_loss"):
         assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+    if config.max_steps == reference.max_steps:
+        for a, b in zip(state_of(config), state_of(reference)):
+            np.testing.assert_array_equal(a, b)
 
 
 def kill(rank: int, number: int = signal.SIGKILL):

@@ -1,21 +1,26 @@
-"""Checkpoints: whole, pruned, readable for years, refused when damaged or half written."""
+"""Checkpoints: whole, pruned, readable for years; what can't be read is passed over."""
 
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import math
 import os
-import time
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pyarrow.fs
 import pytest
 import ray
 import ray.train
-from accidents import batches_of, copy_run, disk_of
 from conftest import read_arrays
 from flax import nnx
 from notebook_module import abstract_state
@@ -28,56 +33,379 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.devices
+import trainkit.generate
 
-pytestmark = pytest.mark.slow
 DATA = Path(__file__).parent / "data"
+FIRST, SECOND, THIRD = "step_00000010", "step_00000020", "step_00000030"
 
 
 @pytest.fixture
-def finished(cluster, undisturbed):
-    """A run of 72 steps that had six checkpoints, and its result."""
-    return undisturbed(2)
+def pauses(monkeypatch) -> list[float]:
+    """The seconds that are waited between attempts, which pass at once."""
+    pauses = []
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", pauses.append)
+    return pauses
 
 
 @pytest.fixture
-def copy_of(finished):
-    """A function that copies the finished run under another name."""
-
-    def copy(name: str, **changes):
-        config = dataclasses.replace(finished[0], run_name=name, **changes)
-        return copy_run(finished[0], config)
-
-    return copy
-
-
-def test_latest_and_best_are_kept(finished):
-    config, result = finished
-    kept = {int(name[5:]) for name in trainkit.checkpoints.list_saved(config)}
-    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
-    losses = {
-        x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
-    }
-    assert len(losses) == 6
-    best = sorted(losses, key=losses.get)[:2]
-    assert kept == {72, *best}
-    assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
+def recorded(monkeypatch) -> list[str]:
+    """What Ray has on record, which is played, as its barriers and broadcasts are."""
+    names = []
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", lambda: set(names))
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(collective, "barrier", lambda: None)
+    return names
 
 
-def test_a_checkpoint_is_whole(tutorial, finished):
-    """Parameters, both moments of AdamW, the step; and as metadata the configuration."""
-    config, result = finished
-    checkpointer = ocp.PyTreeCheckpointer()
-    metadata = checkpointer.metadata(result.checkpoint.path).custom_metadata
-    assert trainkit.config.TrainingConfig(**metadata) == config
-    alone = dataclasses.replace(config, num_workers=1)
-    state = abstract_state(tutorial, alone, trainkit.devices.make_mesh(alone))
-    saved = read_arrays(result.checkpoint.path)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
-    assert sorted(leaf.shape for leaf in saved) == shapes
-    # Written once: no second copy of the arrays anywhere in the run's folder.
-    size = sum(leaf.nbytes for leaf in saved)
-    files = [f for f in Path(result.checkpoint.path).rglob("*") if f.is_file()]
-    assert size * 0.5 < sum(f.stat().st_size for f in files) < size * 1.3
+@pytest.fixture
+def checkpointer(small, recorded):
+    """A Checkpointer outside of Ray."""
+    config = small()
+    config.run_path.mkdir(parents=True)
+    return trainkit.checkpoints.Checkpointer(config)
+
+
+def save_steps(checkpointer, *steps) -> None:
+    for step in steps:
+        checkpointer.save({"kernel": np.full((64, 64), step, np.float32)}, step)
+        checkpointer.wait()
+
+
+@pytest.fixture
+def restore(checkpointer, monkeypatch):
+    """`restore` of a checkpointer in this process, and what it reports to Ray."""
+    reports = []
+    monkeypatch.setattr(
+        ray.train,
+        "report",
+        lambda metrics, **options: reports.append((metrics, options)),
+    )
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def restore(latest: str = "", shape=(64, 64), **others):
+        known = ray.train.Checkpoint(f"/anywhere/{latest}") if latest else None
+        shapes = {"kernel": shape, **others}
+        target = {
+            name: jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
+            for name, shape in shapes.items()
+        }
+        state = checkpointer.restore(known, target)
+        return state and int(state["kernel"][0, 0]), list(reports)
+
+    return restore
+
+
+# Saving.
+
+
+def test_a_failed_save_is_seen_by_the_loop_and_by_rays_thread(
+    checkpointer, monkeypatch
+):
+    state = {"kernel": np.ones((8, 8), np.float32)}
+    good = checkpointer.save(state, 10)
+    checkpointer.wait()
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer.orbax, "wait_until_finished", full)
+        patch.setattr(checkpointer.orbax, "save", lambda *_, **__: None)
+        bad = checkpointer.save(state, 20)
+        for see in (bad["checkpoint_upload_fn"], checkpointer.wait) * 2:
+            with pytest.raises(OSError, match="No space left"):
+                see()
+        with pytest.raises(OSError, match="No space left"):
+            checkpointer.save(state, 30)
+    assert good["checkpoint_upload_fn"]("from", "to").path.endswith(FIRST)
+    assert trainkit.checkpoints.list_saved(checkpointer.config) == [FIRST]
+
+
+def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
+    """After a run went on from the checkpoint before; what is there is replaced."""
+    state, folder = (
+        {"kernel": np.ones((8, 8), np.float32)},
+        checkpointer.config.run_path,
+    )
+    assert checkpointer.save(state, 10)["checkpoint"].path == str(folder / FIRST)
+    recorded.append(FIRST)
+    again = checkpointer.save(jax.tree.map(lambda x: 2 * x, state), 10)
+    checkpointer.wait()
+    assert again["checkpoint"] is None and again["checkpoint_dir_name"] == FIRST
+    (kernel,) = read_arrays(folder / FIRST)
+    assert (kernel == 2).all()
+
+
+async def record(config, kept, steps: Iterator[tuple[int, dict]]) -> CheckpointManager:
+    """Ray's own bookkeeping of checkpoints of these steps with these metrics."""
+    storage = StorageContext(config.storage_path, config.run_name)
+    manager = CheckpointManager(kept, storage)
+    for step, metrics in steps:
+        saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
+        manager.register_checkpoint(_TrainingReport(saved, metrics, False))
+    return manager
+
+
+def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
+    checkpointer, recorded
+):
+    """Ray would raise when it comes to delete the folder itself."""
+    config = checkpointer.config
+
+    def steps():
+        for step in (10, 20):
+            save_steps(checkpointer, step)
+            yield step, {}
+            recorded.append(FIRST)
+            shutil.rmtree(config.run_path / FIRST, ignore_errors=True)
+
+    kept = ray.train.CheckpointConfig(num_to_keep=1)
+    asyncio.run(record(config, kept, steps()))
+    assert trainkit.checkpoints.list_saved(config) == [SECOND]
+
+
+def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
+    """Of four evaluations, with four more saves between each two."""
+    config, losses = small(), {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
+
+    def steps():
+        for step in range(200, 4_001, 200):
+            (config.run_path / f"step_{step:08d}").mkdir(parents=True)
+            line = {"val_loss": losses[step]} if step in losses else {}
+            yield step, trainkit.checkpoints.metrics_of({"step": step} | line)
+
+    kept = tutorial.make_run_config(config).checkpoint_config
+    manager = asyncio.run(record(config, kept, steps()))
+    left = map(trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config))
+    assert [*left] == [4_000, 3_000, 2_000]
+    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5
+
+
+def test_saves_between_evaluations(small, recorded, monkeypatch):
+    """At the interval; and once, when Ray gives notice that a machine will go."""
+    asked, now = [], [0.0]
+    clock = trainkit.checkpoints.time
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+
+    def due(seconds: float, notice: float, steps: int, **changes) -> list[int]:
+        """Of steps that take so many seconds, with a notice at some time."""
+
+        def ask():
+            asked.append(step)
+            return "soon" if now[0] >= notice else None
+
+        asked.clear()
+        now[0], found = 0.0, []
+        monkeypatch.setattr(ray.train, "get_preemption_info", ask)
+        checkpointer = trainkit.checkpoints.Checkpointer(small(**changes))
+        for step in range(1, steps + 1):
+            now[0] += seconds
+            found += [step] if checkpointer.is_due(step) else []
+        return found
+
+    never = math.inf
+    assert due(0.1, never, 20) == [] and asked == [1, 11]
+    assert due(0.1, never, 100, checkpoint_interval=25) == [25, 50, 75, 100]
+    assert due(0.1, 1.5, 100, checkpoint_interval=25) == [21, 25, 50, 75, 100]
+    # Of slow steps, each: a notice comes half a minute before.
+    assert due(10.0, 95.0, 12) == [10] and asked == [*range(1, 11)]
+
+
+# Reading.
+
+
+def test_the_newest_is_restored_and_ray_is_told_of_what_it_does_not_know(
+    checkpointer, restore, capsys
+):
+    """In order, with the log's lines, as far as the log has them."""
+    assert restore() == (None, [])  # of a run that has none
+    config = checkpointer.config
+    save_steps(checkpointer, 10, 20, 25)
+    lines = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (config.run_path / "metrics.jsonl").write_text(text)
+    step, reports = restore(FIRST)
+    assert step == 25
+    lines = [{"val_loss": math.inf} | line for line in (lines[1], {"step": 25})]
+    assert [metrics for metrics, _ in reports] == lines
+    names = [options["checkpoint_dir_name"] for _, options in reports]
+    assert names == [SECOND, "step_00000025"]
+    assert [Path(o["checkpoint"].path).name for _, o in reports] == names
+    assert all(o["checkpoint_upload_mode"].name == "NO_UPLOAD" for _, o in reports)
+    assert "Continuing from" in capsys.readouterr().out
+    assert len(restore("step_00000025")[1]) == 2  # Ray knows all, and is told nothing
+
+
+def empty_files(folder: Path) -> None:
+    for file in folder.rglob("d/*"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+
+
+def cut_off(folder: Path) -> None:
+    data = max(folder.rglob("d/*"), key=lambda file: file.stat().st_size)
+    os.truncate(data, data.stat().st_size // 2)
+
+
+HARM = {
+    "zeros": empty_files,
+    "cut off": cut_off,
+    "no data": lambda folder: shutil.rmtree(folder / "d"),
+    "no JSON": lambda folder: (folder / "_METADATA").write_text("{"),
+    "nothing": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_what_cannot_be_read_for_a_minute_is_passed_over(
+    checkpointer, restore, pauses, capsys, harm
+):
+    """The one before is taken; the first is named, with the reason, and stays."""
+    save_steps(checkpointer, 10, 20, 30)
+    folder = Path(checkpointer.config.run_path / THIRD)
+    HARM[harm](folder)
+    step, reports = restore()
+    assert step == 20 and 60 < sum(pauses) < 70
+    assert [o["checkpoint_dir_name"] for _, o in reports] == [FIRST, SECOND]
+    said = capsys.readouterr().out
+    assert f"Cannot restore {folder} on " in said and folder.exists()
+    assert f"Continuing from {folder.with_name(SECOND)}" in said
+
+
+def test_a_checkpoint_that_cannot_be_seen_yet_is_waited_for(
+    checkpointer, restore, monkeypatch
+):
+    """As on NFS: it is there after 40 s."""
+    save_steps(checkpointer, 10, 20)
+    data = Path(checkpointer.config.run_path / SECOND / "d")
+    hidden, pauses = data.rename(data.with_name("hidden")), []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if sum(pauses) > 40 and hidden.exists():
+            hidden.rename(data)
+
+    monkeypatch.setattr(trainkit.checkpoints.time, "sleep", sleep)
+    assert restore()[0] == 20 and sum(pauses) > 40
+
+
+def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses):
+    save_steps(checkpointer, 10, 20)
+    for name in (FIRST, SECOND):
+        cut_off(Path(checkpointer.config.run_path / name))
+    with pytest.raises(
+        RuntimeError, match=f"(?s)No checkpoint.*{SECOND} on.*{FIRST} on"
+    ):
+        restore()
+
+
+def test_wrong_credentials_at_one_start_lose_nothing(
+    checkpointer, restore, pauses, monkeypatch
+):
+    """The next, with the right ones, goes on."""
+    save_steps(checkpointer, 10)
+
+    def forbidden(*_):
+        raise PermissionError("AWS Error ACCESS_DENIED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainkit.checkpoints, "list_folders", forbidden)
+        with pytest.raises(PermissionError):
+            restore()
+        assert 60 < sum(pauses) < 70
+    with monkeypatch.context() as patch:
+        patch.setattr(trainkit.checkpoints, "read", forbidden)
+        with pytest.raises(RuntimeError, match="No checkpoint .*ACCESS_DENIED"):
+            restore()
+    assert restore()[0] == 10
+
+
+def test_all_workers_take_the_same_checkpoint(checkpointer, restore, monkeypatch):
+    """The newest that each can read; this worker can read all."""
+    save_steps(checkpointer, 10, 20, 30)
+    said = []
+
+    def on_all_workers(true):
+        said.append(true)
+        return len(said) == 2
+
+    monkeypatch.setattr(trainkit.checkpoints, "on_all_workers", on_all_workers)
+    assert restore()[0] == 20 and said == [True, True]
+    with pytest.raises(RuntimeError, match="Other workers say why"):
+        restore()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("host"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 2 GiB")],
+    ids=repr,
+)
+def test_memory_that_runs_out_is_told_at_once(
+    checkpointer, restore, pauses, monkeypatch, error
+):
+    def read(*_):
+        raise error
+
+    save_steps(checkpointer, 10, 20)
+    monkeypatch.setattr(trainkit.checkpoints, "read", read)
+    with pytest.raises(type(error), match=str(error)):
+        restore()
+    assert not pauses
+
+
+def test_another_model_is_told_at_once_by_its_shapes(checkpointer, restore, pauses):
+    """As after a change of the notebook's model; at most three differences."""
+    save_steps(checkpointer, 10)
+    with pytest.raises(ValueError) as error:
+        restore(shape=(64, 65))
+    assert str(error.value) == (
+        f"{checkpointer.config.run_path / FIRST} is a checkpoint of another model: kernel: "
+        "found (64, 64), expected (64, 65). Choose another run_name."
+    )
+    with pytest.raises(
+        ValueError, match=r"a: found None, expected \(1,\); .*; c: [^;]*\. Choose"
+    ):
+        restore(a=(1,), b=(1,), c=(1,), d=(1,))
+    assert not pauses
+
+
+def test_attempts(pauses, capsys):
+    """For a minute; an error that another attempt can't help comes through at once."""
+    calls = []
+
+    def fail(times, error=None):
+        calls.append(times)
+        if len(calls) <= times:
+            raise error or OSError("stale")
+        return "done"
+
+    retry = trainkit.checkpoints.retry
+    assert retry(fail, 6) == "done" and pauses == [1, 2, 4, 8, 16, 32]
+    assert "fail failed; again in 32 s (OSError: stale)" in capsys.readouterr().out
+    calls.clear()
+    with pytest.raises(OSError, match="stale"):
+        retry(fail, 7)
+    calls.clear()
+    with pytest.raises(KeyError):
+        retry(fail, 1, KeyError(), unless=(KeyError,))
+    assert len(calls) == 1
+
+
+def test_what_saves_that_were_cut_off_have_left_is_removed(
+    checkpointer, restore, monkeypatch
+):
+    """At each start. What a person calls much the same stays."""
+    save_steps(checkpointer, 10)
+    config = checkpointer.config
+    left = config.run_path / f"{SECOND}.orbax-checkpoint-tmp"
+    mine = config.run_path / f"{FIRST}-backup"
+    for clean in (restore, lambda: trainkit.checkpoints.prepare_folder(config)):
+        (left / "d").mkdir(parents=True)
+        mine.mkdir(exist_ok=True)
+        assert trainkit.checkpoints.list_saved(config) == [FIRST]
+        clean()
+        assert not left.exists() and mine.exists()
+        assert trainkit.checkpoints.list_folders(config) == [FIRST]
 
 
 def hashes(tree) -> dict[str, str]:
@@ -102,121 +430,118 @@ def test_an_old_checkpoint_is_still_read(tutorial):
     config = dataclasses.replace(
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
-    assert trainkit.checkpoints.list_saved(config) == ["step_00000003"]
+    (name,) = trainkit.checkpoints.list_saved(config)
     target = abstract_state(tutorial, config, trainkit.devices.make_mesh(config))
-    orbax = trainkit.checkpoints.create_orbax(config)
-    state = trainkit.checkpoints.read(orbax, checkpoint.path, target)
+    state = trainkit.checkpoints.load(config, name, target)
     assert hashes(state) == expected and int(state.step) == 3
 
 
-@pytest.mark.extra  # test_lost_runs.py has the same without a cluster
-def test_checkpoint_of_another_model_is_told_by_its_shapes(tutorial, copy_of):
-    config = copy_of("other", n_embd=64, max_failures=0)
-    with pytest.raises(
-        ray.train.TrainingFailedError, match="step_00000072 is .* of another model"
-    ):
-        tutorial.make_trainer(config).fit()
-    assert not list(config.run_path.glob("*.refused"))
-    assert trainkit.checkpoints.list_saved(config)[0] == "step_00000072"
+# An object store, played by a folder: each worker stages its part and uploads it.
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "SCHED_IDLE"), reason="threads with idle priority are Linux's"
-)
-def test_saving_leaves_the_processor_to_training(tutorial, small, tmp_path):
-    """New threads do the work, at idle priority; the calling one keeps its own."""
-    config = small(n_embd=512)
-    orbax = trainkit.checkpoints.create_orbax(config)
-    state = tutorial.create_state(config)
-    jax.block_until_ready(state)
-    before = set(os.listdir("/proc/self/task"))
-    trainkit.checkpoints.save_in_background(orbax, str(tmp_path / "step"), state)
-    policies = set()
-    for thread in set(os.listdir("/proc/self/task")) - before:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            policies.add(os.sched_getscheduler(int(thread)))
-    orbax.wait_until_finished()
-    assert os.SCHED_IDLE in policies  # others may have started threads meanwhile
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    assert len(read_arrays(tmp_path / "step")) == len(jax.tree.leaves(state))
+@pytest.fixture
+def bucket(checkpointer, monkeypatch, tmp_path):
+    """The checkpointer's configuration, whose storage now counts as an object store."""
+    monkeypatch.setattr(trainkit.config.TrainingConfig, "remote", True)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    checkpointer.__init__(checkpointer.config)
+    return checkpointer.config
 
 
-def size_of(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, restore):
+    save_steps(checkpointer, 10)
+    assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
+    assert list(Path(tempfile.tempdir).rglob("step_*")) == []
+    assert restore()[0] == 10  # from a copy, of which nothing is left
+    assert list(Path(tempfile.tempdir).rglob("step_*")) == []
+
+    (bucket.run_path / SECOND).mkdir()
+    mark = trainkit.checkpoints.mark
+    mark(bucket, SECOND, 0, 2).write_text("")
+    mark(bucket, SECOND, 1, 3).write_text("")
+    assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
+    mark(bucket, SECOND, 1, 2).write_text("")
+    assert trainkit.checkpoints.list_saved(bucket) == [SECOND, FIRST]
+    mark(bucket, SECOND, 1, 2).unlink()
+    trainkit.checkpoints.remove_leftovers(bucket)
+    assert trainkit.checkpoints.list_folders(bucket) == [FIRST]
 
 
-@pytest.mark.extra  # test_lost_runs.py fills a disk, too
-def test_full_disk_while_saving(tutorial, finished, tmp_path):
-    """There is room for two checkpoints and a half."""
-    room = 2.5 * size_of(Path(finished[1].checkpoint.path)) / 2**20
-    with disk_of(tmp_path / "disk", room) as disk:
-        config = dataclasses.replace(
-            finished[0], storage_path=str(disk), run_name="full", max_failures=0
-        )
-        no_space = pytest.raises(
-            ray.train.TrainingFailedError, match="(?i)space|RESOURCE_EXHAUSTED"
-        )
-        with no_space:
-            tutorial.make_trainer(config).fit()
-        saved = trainkit.checkpoints.list_saved(config)
-        assert saved[-1] == "step_00000012"
-        for name in saved:
-            arrays = read_arrays(config.run_path / name)
-            assert all(np.isfinite(array).all() for array in arrays)
+def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
+    """Made in the background, the first of the workers' folders would be the signal."""
+    assert not checkpointer.orbax._create_directories_asynchronously
 
 
-def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):
-    with disk_of(tmp_path / "disk", 0.1) as disk:
-        config = small(data_dir=str(disk / "data"), val_fraction=0.1)
-        with pytest.raises(OSError, match=f"data_dir: the disk of {disk} has no room"):
-            tutorial.prepare_dataset(config)
-        with pytest.raises(ValueError, match=f"data_dir: {disk} is a mounted disk"):
-            tutorial.prepare_dataset(small(data_dir=str(disk)))
-        assert list(disk.iterdir()) == []
+def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket, checkpointer):
+    left = bucket.run_path / FIRST / "left"
+    left.parent.mkdir()
+    left.write_text("of a worker that was killed")
+    trainkit.checkpoints.mark(bucket, FIRST, 1, 2).write_text("")
+    save_steps(checkpointer, 10)
+    marks = [path.name for path in left.parent.glob("part-*")]
+    assert not left.exists() and marks == ["part-0-of-1"]
 
 
-def test_resuming_late_is_as_quick_as_resuming_early(
-    tutorial, cluster, small, write_bins
+@pytest.mark.parametrize("failures", [2, 99])
+def test_an_upload_is_tried_for_a_minute(
+    bucket, checkpointer, pauses, monkeypatch, failures
 ):
-    """Time to the first batch at step 10 and at step 100,000: nothing is read in vain."""
-    config = write_bins(small(max_steps=200_000), train_tokens=1_000_001)
+    """And the loop waits for it, after the last step, too, so that it is watched."""
+    copy, attempts = pyarrow.fs.copy_files, []
 
-    def seconds(step):
-        start = time.monotonic()
-        mesh = trainkit.devices.make_mesh(config)
-        batches = batches_of(tutorial, config, mesh, first_step=step)
-        with contextlib.closing(batches):
-            next(batches).block_until_ready()
-            return time.monotonic() - start
+    def copy_files(*arguments, **options):
+        attempts.append(1)
+        if len(attempts) <= failures:
+            raise OSError("AWS Error SLOW_DOWN")
+        copy(*arguments, **options)
 
-    seconds(0)  # start Ray Data's processes
-    early, late = (min(seconds(step) for _ in range(3)) for step in (10, 100_000))
-    print(f"first batch: {early:.2f} s at step 10, {late:.2f} s at step 100,000")
-    assert late < 2 * early + 0.5
+    monkeypatch.setattr(pyarrow.fs, "copy_files", copy_files)
+    fails = pytest.raises(OSError, match="SLOW_DOWN")
+    with fails if failures > 6 else contextlib.nullcontext():
+        save_steps(checkpointer, 10)
+    saved = trainkit.checkpoints.list_saved(bucket)
+    assert saved == ([FIRST] if failures < 6 else [])
 
 
-def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small, tmp_path):
-    """Ray's own bookkeeping of four evaluations, with four more saves between each two."""
-    config = small(storage_path=str(tmp_path))
-    kept = tutorial.make_run_config(config).checkpoint_config
-    losses = {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
+def test_workers_of_a_node_share_a_download(bucket, checkpointer, pauses, monkeypatch):
+    """Also if it fails at first; what one has left, the next removes."""
+    save_steps(checkpointer, 10)
+    copy, attempts = pyarrow.fs.copy_files, []
 
-    async def report_all() -> CheckpointManager:
-        storage = StorageContext(str(tmp_path), config.run_name)
-        manager = CheckpointManager(kept, storage)
-        for step in range(200, 4_001, 200):
-            line = {"step": step, "loss": 1.0}
-            if step in losses:
-                line["val_loss"] = losses[step]
-            saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
-            Path(saved.path).mkdir(parents=True)
-            metrics = trainkit.checkpoints.metrics_of(line)
-            manager.register_checkpoint(_TrainingReport(saved, metrics, False))
-        return manager
+    def copy_files(source, target, **options):
+        attempts.append(target)
+        if len(attempts) == 1:
+            Path(target, "left").touch()
+            raise OSError("AWS Error SLOW_DOWN")
+        copy(source, target, **options)
 
-    manager = asyncio.run(report_all())
-    left = [
-        trainkit.checkpoints.step_of(path.name) for path in tmp_path.glob("*/step_*")
-    ]
-    assert sorted(left) == [2_000, 3_000, 4_000]
-    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5
+    monkeypatch.setattr(pyarrow.fs, "copy_files", copy_files)
+    given = trainkit.checkpoints.local_copy, bucket, FIRST
+    first, second = (trainkit.checkpoints.retry(*given) for _ in range(2))
+    assert first == second and len(attempts) == 2
+    assert not (first / "left").exists() and len(read_arrays(first)) == 1
+
+
+def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
+    """Whatever its rank was; those of other runs, users, and stores stay."""
+    mine = trainkit.checkpoints.staging(bucket)
+    other_run = mine.with_name(f"{bucket.run_name}-2")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12_345)
+        other_user = trainkit.checkpoints.staging(bucket)
+    elsewhere = dataclasses.replace(bucket, storage_path="s3://another-bucket/runs")
+    other_store = trainkit.checkpoints.staging(elsewhere)
+    assert Path(tempfile.tempdir) in mine.parents
+    others = [other_run, other_user, other_store]
+    for folder in (mine, *others):
+        for rank in ("0", "7"):
+            (folder / rank / FIRST).mkdir(parents=True)
+    trainkit.checkpoints.Checkpointer(bucket)
+    assert not mine.exists()
+    assert all((other / "7" / FIRST).exists() for other in others)
+
+
+def test_listings_of_buckets_are_not_kept():
+    for protocol in ("s3", "gs", "gcs"):
+        assert fsspec.config.conf[protocol]["use_listings_cache"] is False

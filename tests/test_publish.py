@@ -238,7 +238,6 @@ def test_requirements_hold_what_the_image_lacks_or_say_why(registry):
 def test_versions_are_compared_with_those_of_the_image(tmp_path):
     pins = {n: pin.split("==")[1] for n, pin in image.read_pins().items()}
     lines = [f"{name}=={pins[name]}" for name in sorted(image.BROUGHT - {"numpy"})]
-    lines = [line.replace("tensorboardx", "tensorboardX") for line in lines]
     freeze = tmp_path / "ray-2.60.0-py312-cu129.freeze.txt"
     uri = "anyscale/ray:2.60.0-py312-cu129"
     (note,) = image.differences(uri, tmp_path)

@@ -22,7 +22,6 @@ IMPORT_NAMES = {
     "huggingface-hub": "huggingface_hub",
     "orbax-checkpoint": "orbax",
     "pyyaml": "yaml",
-    "tensorboardx": "tensorboardX",
 }
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 LIBTPU_PLATFORM = "x86_64-manylinux_2_31"  # of its wheels

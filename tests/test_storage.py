@@ -1,7 +1,6 @@
 """Storage on an object store: a real S3 server on this machine."""
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -83,53 +82,6 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-SAVE = """
-import sys
-sys.path[:0] = {root!r}, {root!r} + "/ci"
-from pathlib import Path
-import jax
-from notebook_module import initial_state, load_notebook
-from trainkit.checkpoints import create_orbax, save_in_background
-from trainkit.config import TrainingConfig
-from trainkit.devices import make_mesh
-rank = int(sys.argv[1])
-jax.distributed.initialize("127.0.0.1:{port}", 2, rank)
-tutorial = load_notebook()
-config = TrainingConfig(**{settings!r})
-state = initial_state(tutorial, config, make_mesh(config))
-if rank == 1:  # what a worker that was killed left there; it takes a while to delete
-    left = Path({folder!r}, "1", "saved.orbax-checkpoint-tmp")
-    left.mkdir(parents=True)
-    for number in range(20_000):
-        (left / str(number)).touch()
-orbax = create_orbax(config)
-save_in_background(orbax, Path({folder!r}, str(rank), "saved"), state)
-orbax.wait_until_finished()
-"""
-
-
-def test_each_worker_writes_when_its_own_folder_is_there(small, tmp_path):
-    """Two real processes; the second takes longer to make its folder."""
-    config = small(num_workers=2, storage_path="s3://models/runs")
-    settings = dataclasses.asdict(config)
-    folder, root = str(tmp_path), str(ROOT)
-    script = SAVE.format(root=root, port=free_port(), settings=settings, folder=folder)
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [worker.communicate(timeout=300)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], errors
-    names = [path.name for path in (tmp_path / "1" / "saved").iterdir()]
-    assert "_METADATA" in names and not any(name.isdigit() for name in names)
-
-
 def kill_while_writing(rank: int):
     """While a checkpoint is on its way to the disk, before it goes to the store."""
 
@@ -143,8 +95,11 @@ def kill_while_writing(rank: int):
 
 
 def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
-    config = dataclasses.replace(reference, run_name="killed", storage_path=bucket)
-    accident = Accidents(config, (at_step(14), kill_while_writing(1)))
+    """And the log in the bucket has each step once, though an object can't grow."""
+    config = dataclasses.replace(
+        reference, run_name="killed", storage_path=bucket, max_steps=48
+    )
+    accident = Accidents(config, (at_step(12), kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == config.max_steps
@@ -154,12 +109,14 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     fetched = re.findall(
         r"GET /models/runs/killed/step_\d+/_METADATA ", requests.read_text()
     )
-    assert len(fetched) == 2
+    assert len(fetched) == 1
 
-    # Pruned to the two best and the latest, here as there; and nothing left on the disk:
-    # what the killed worker was writing has been written again.
-    saved = trainkit.checkpoints.list_saved(config)
-    assert saved == trainkit.checkpoints.list_saved(reference) and len(saved) <= 3
+    # Pruned to the two best and the latest; and nothing is left on the disk: what the
+    # killed worker was writing has been written again.
+    lines = [line for line in log_of(config) if "val_loss" in line]
+    best = sorted(lines, key=lambda line: line["val_loss"])[:2]
+    kept = {f"step_{line['step']:08d}" for line in [*best, lines[-1]]}
+    assert trainkit.checkpoints.list_folders(config) == sorted(kept, reverse=True)
     assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
 
     model = trainkit.generate.load_model(
@@ -239,21 +196,6 @@ def test_from_text_in_a_bucket_to_a_scored_model(tutorial, bucket, small, tmp_pa
     exported = trainkit.huggingface.export(model, tmp_path / "exported")
     tokenizer = trainkit.tokenizers.load(config.tokenizer)
     assert score(model, tokenizer, exported, tmp_path) == pytest.approx(3 / 5)
-
-
-@pytest.mark.extra
-def test_damaged_checkpoint_in_a_store(tutorial, reference, bucket):
-    """It is refused, and the one before it used, by a run with more to do."""
-    config = dataclasses.replace(reference, run_name="damaged", storage_path=bucket)
-    assert tutorial.make_trainer(config).fit().error is None
-    path = config.run_path / f"step_{config.max_steps:08d}" / "_METADATA"
-    path.write_text(json.dumps({"tree_metadata": {}}))
-    longer = dataclasses.replace(config, max_steps=config.max_steps + 5)
-    result = tutorial.make_trainer(longer).fit()
-    assert result.error is None and result.metrics["step"] == longer.max_steps
-    assert [x["step"] for x in log_of(config)] == list(range(1, longer.max_steps + 1))
-    losses = [[x["loss"] for x in log_of(c)] for c in (config, reference)]
-    assert losses[0][: config.max_steps] == losses[1]
 
 
 def test_bucket_that_does_not_exist(bucket, small):

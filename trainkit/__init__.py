@@ -10,9 +10,9 @@ gradients     of micro-batches, and over all devices
 layers        attention kernels, scanned blocks, the loss in parts
 states        models and states, as shapes and as arrays
 lock          one launch of a run at a time
-checkpoints   save, restore, refuse; which are whole
-run_log       metrics.jsonl, TensorBoard, MFU, profile, divergence
+checkpoints   save, restore; which are whole
 workers       resources, environment, the right GPUs, how each starts and is watched
+run_log       metrics.jsonl, progress, divergence
 launch        whether a run may go on: with the same recipe, program, and tokens
 generate      text, with a cache
 

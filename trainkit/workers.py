@@ -246,7 +246,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
 
 
 def watch(seconds: float) -> None:
-    """End this process, with a note of where it hangs, unless called again in that time.
+    """End this process unless this is called again within `seconds`; say where it hung.
 
     A worker that hangs, on a stuck disk or network, makes all the others wait for it
     forever. Once it has ended, Ray starts the group again. `faulthandler` waits in a thread
