@@ -56,8 +56,9 @@ def mean(
 
         shapes = [(), *(x.shape for x in jax.tree.leaves(params))][: form.num_leaves]
         zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
-        micros = micro_batches(windows, config), jnp.arange(k)
-        total, _ = jax.lax.scan(add_micro_batch, zeros, micros)
+        # Micro-batch i has every k-th window from the i-th on.
+        micros = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+        total, _ = jax.lax.scan(add_micro_batch, zeros, (micros, jnp.arange(k)))
         return [x / k for x in total]
 
     if not mesh.shape:
@@ -86,15 +87,6 @@ def mean(
         check_vma=False,
     )(params, windows, key)
     return jax.tree.unflatten(form, found)
-
-
-def micro_batches(windows: jax.Array, config: TrainingConfig) -> jax.Array:
-    """[B, T + 1] -> [k, B/k, T + 1]: micro-batch i has every k-th window from the i-th on.
-
-    On several devices, each cuts its own windows.
-    """
-    k = config.micro_batches
-    return windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
 
 
 def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:

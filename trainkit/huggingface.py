@@ -8,7 +8,6 @@ key, and value side by side, as `c_attn`.
 import base64
 import contextlib
 import json
-import os
 import re
 import tempfile
 from collections import defaultdict
@@ -31,13 +30,8 @@ from trainkit import tokenizers
 COMMON = ["model_type", "activation_function", "layer_norm_epsilon", "n_inner"]
 COMMON += ["scale_attn_weights", "scale_attn_by_inverse_layer_idx"]
 COMMON += ["tie_word_embeddings", "add_cross_attention", "quantization_config"]
-SIZES = {  # ours: theirs
-    "vocab_size": "vocab_size",
-    "block_size": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-}
+SIZES = {"block_size": "n_positions"}  # ours: theirs
+SIZES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
 SIDE_BY_SIDE = ("query", "key", "value")  # in c_attn
 TYPES = ("F16", "BF16", "F32", "F64")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of old files: no weights
@@ -52,20 +46,19 @@ def find_folder(name: str) -> Path:
         name: a folder, or a model on the hub, which is downloaded.
 
     Raises:
-        FileNotFoundError: `name` is an absolute path, and nothing is there.
-        ConnectionError: the hub doesn't have it, or can't be reached.
+        ConnectionError: there is no such folder, and the hub doesn't have it or can't be
+            reached.
     """
     if Path(name).is_dir():
         return Path(name)
-    if os.path.isabs(name):
-        raise FileNotFoundError(f"init_from: there is no folder {name} on this node")
     files = ["config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZERS]
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ConnectionError(
-            f"init_from: cannot get {name!r} from the Hugging Face hub ({error}). Check the "
-            "name and the network, or name a folder that all nodes share."
+            f"init_from: {name!r} is no folder on this node, and can't be had from the "
+            f"Hugging Face hub ({error}). Check the name and the network, or name a folder "
+            "that all nodes share."
         ) from error
 
 
