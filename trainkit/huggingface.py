@@ -80,9 +80,9 @@ def published_shape(name: str) -> dict[str, int]:
     Raises:
         ValueError: it is another kind of model, or its config.json is damaged.
     """
-    folder = find_folder(name)
-    with reading(folder / "config.json"):
-        theirs = transformers.GPT2Config.from_pretrained(folder)
+    path = find_folder(name) / "config.json"
+    with reading(path):
+        theirs = transformers.GPT2Config.from_json_file(path)
     usual = transformers.GPT2Config(n_inner=theirs.n_inner and 4 * theirs.n_embd)
     for key in COMMON:
         found, value = (getattr(config, key, None) for config in (theirs, usual))
