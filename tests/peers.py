@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from flax import nnx
 from notebook_module import initial_state
 
 import trainkit.devices
 import trainkit.huggingface
-import trainkit.states
 
 ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
 SMALL = {
@@ -43,4 +43,6 @@ def ours(tutorial, small, folder: Path, **changes):
     shape = trainkit.huggingface.published_shape(str(folder))
     config = small(**(shape | {"init_from": str(folder)} | changes))
     params = initial_state(tutorial, config, trainkit.devices.make_mesh(config)).params
-    return trainkit.states.assemble(tutorial.create_model, config, params)
+    model = tutorial.create_model(config)
+    nnx.update(model, params)
+    return model

@@ -1,6 +1,5 @@
-"""One mesh for everything, on eight simulated devices of one process."""
+"""The mesh, how parameters are divided over it, and batches on it."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,136 +12,61 @@ import pytest
 from flax import nnx
 
 import trainkit.devices
+import trainkit.states
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-MESHES = {  # data, fsdp, tensor
-    "data": (8, 1, 1),
-    "fsdp": (1, 8, 1),
-    "tensor": (1, 1, 8),
-    "data and fsdp": (2, 4, 1),
-    "all three": (2, 2, 2),
-}
-
-
-PROGRAM = """
-import json, sys
-sys.path.insert(0, "ci"), sys.path.insert(0, "benchmarks")
-import jax, numpy as np, trainkit.config, trainkit.devices
-from jax.sharding import NamedSharding, PartitionSpec
-from common import compile_step, load_notebook
-from notebook_module import initial_state
-from program import count_collectives, parse
-
-tutorial = load_notebook()
-SHAPE = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64,
-             compute_dtype="float32", batch_size=16, warmup_steps=3, decay_steps=20,
-             learning_rate=1e-3)
-windows = np.random.default_rng(0).integers(0, 1000, (10, 16, 33), np.uint16)
-
-def prepare(devices, shape, n_layer=1):
-    config = trainkit.config.TrainingConfig(
-        **SHAPE, n_layer=n_layer, fsdp=shape[1], tensor_parallel=shape[2],
-        devices_per_worker=len(devices))
-    assert config.mesh_shape(1) == shape
-    mesh = trainkit.devices.make_mesh(config, devices)
-    return config, mesh, compile_step(tutorial, config, mesh)[0]
-
-def run(devices, shape):
-    config, mesh, step = prepare(devices, shape)
-    state, losses = initial_state(tutorial, config, mesh), []
-    shapes = {
-        ".".join(map(str, path)): (p.shape, p[...].addressable_shards[0].data.shape)
-        for path, p in tutorial.nnx.to_flat_state(state.params)
-    }
-    get = tutorial.optax.tree_utils.tree_get
-    mu, nu = get(state.opt_state, "mu"), get(state.opt_state, "nu")
-    moments = [p.sharding == m.sharding == n.sharding for p, m, n
-               in zip(*map(jax.tree.leaves, (state.params, mu, nu)))]
-    sharding = NamedSharding(mesh, PartitionSpec(trainkit.devices.BATCH_AXES))
-    for batch in windows:
-        state, metrics = step(state, jax.device_put(batch, sharding))
-        losses.append(float(metrics["loss"]))
-    return dict(losses=losses, shapes=shapes, moments=all(moments),
-                collectives=count_collectives(parse(step.as_text())))
-
-meshes = json.loads(sys.argv[1])
-report = {name: run(jax.devices(), tuple(shape)) for name, shape in meshes.items()}
-report["one device"] = run(jax.devices()[:1], (1, 1, 1))
-two = prepare(jax.devices(), (1, 1, 8), n_layer=2)[2]
-report["tensor, two layers"] = count_collectives(parse(two.as_text()))
-print(json.dumps(report))
-"""
-
-
-@pytest.fixture(scope="module")
-def report():
-    """Losses, shardings, and collectives on each mesh, from a process with 8 devices."""
-    flags = "--xla_force_host_platform_device_count=8"
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(MESHES)],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_device(report, mesh):
-    np.testing.assert_allclose(
-        report[mesh]["losses"], report["one device"]["losses"], atol=1e-5, rtol=0
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_are_divided_as_the_table_says(tutorial, report, mesh):
-    sizes = dict(zip(("data", "fsdp", "tensor"), MESHES[mesh]))
-    assert report[mesh]["moments"], "the optimizer's moments are divided otherwise"
-    for name, (shape, shard) in report[mesh]["shapes"].items():
-        axes = logical_axes(name)
-        expected = [n // sizes.get(AXES.get(a), 1) for n, a in zip(shape, axes)]
-        assert shard == expected, name
-
-
+SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
 AXES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 
 def logical_axes(name: str) -> tuple:
     """What the axes of a parameter mean, written down apart from the model."""
-    module, leaf = name.split(".")[-2:]
+    module, leaf = name.split("/")[-2:]
     if module in ("ln_1", "ln_2", "ln_f"):
         return (None,)
     axes = {
         "wte": ("vocab", "embed"),
         "wpe": (None, "embed"),
         "c_fc": ("embed", "mlp"),
-        "c_proj": ("mlp" if ".mlp." in name else "heads", "embed"),
+        "c_proj": ("mlp" if "/mlp/" in name else "heads", "embed"),
     }.get(module, ("embed", "heads"))  # query, key, value
     return axes[1:] if leaf == "bias" else axes
 
 
-@pytest.mark.slow
-def test_collectives_are_the_expected_ones(report):
-    counts = {mesh: report[mesh]["collectives"] for mesh in MESHES}
-    print(counts)
-    assert report["one device"]["collectives"] == {}
-    # Data parallelism only sums gradients and the loss.
-    assert set(counts["data"]) == {"all-reduce"}
-    # FSDP gathers parameters, and sums gradients.
-    assert counts["fsdp"]["all-gather"] > 0
-    # A tensor-parallel layer sums activations twice forward and twice backward
-    # (Megatron-LM, Shoeybi et al. 2019, section 3), and gathers no parameter.
-    assert set(counts["tensor"]) == {"all-reduce"}
-    two_layers = report["tensor, two layers"]
-    assert set(two_layers) == {"all-reduce"}
-    assert two_layers["all-reduce"] - counts["tensor"]["all-reduce"] == 4
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_divided_as_the_table_says(tutorial, small, shape):
+    """And the optimizer's moments as they are; all else is whole."""
+    names = "data", "fsdp", "tensor"
+    mesh = jax.sharding.AbstractMesh(shape, names)
+    config = small(n_head=8, n_embd=64)
+    create, rules = tutorial.create_state, tutorial.SHARDING_RULES
+    state = trainkit.states.abstract_state(create, config, mesh, rules)
+    sizes, moments = dict(zip(names, shape)), state.opt_state[1][0]
+    params = jax.tree.leaves_with_path(state.params)
+    others = zip(*map(jax.tree.leaves, (moments.mu, moments.nu)), strict=True)
+    for (path, x), (mu, nu) in zip(params, others, strict=True):
+        name = trainkit.devices.name_of(path)
+        axes = (AXES.get(axis) for axis in logical_axes(name))
+        expected = tuple(n // sizes.get(axis, 1) for n, axis in zip(x.shape, axes))
+        assert x.sharding.shard_shape(x.shape) == expected, name
+        assert x.sharding == mu.sharding == nu.sharding
+    assert state.step.sharding.is_fully_replicated
+    assert moments.count.sharding.is_fully_replicated
+
+
+def test_what_has_another_shape_than_its_parameter_is_whole(tutorial, small):
+    """As what Adafactor keeps of a matrix: a row and a column."""
+
+    def create_state(config):
+        state = tutorial.create_state(config)
+        rows = jax.tree.map(lambda x: x.mean(axis=0), state.params)
+        return state._replace(opt_state=rows)
+
+    mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
+    state = trainkit.states.abstract_state(create_state, small(), mesh, ())
+    assert not state.params["wte"]["embedding"].sharding.is_fully_replicated
+    rows = jax.tree.leaves(state.opt_state)
+    assert all(x.sharding.is_fully_replicated for x in rows)
 
 
 def batches_for(config, numbers):
@@ -184,7 +108,7 @@ def test_one_batch_is_fetched_ahead(small):
         ([0, 1, 2, 3, 3, 4, 5, 6], r"the windows \[4 5 6 7\], found \[3 4 5 6\]"),
         ([0, 2, 1, 3, 4, 5, 6, 7], r"the windows \[0 1 2 3\], found \[0 2 1 3\]"),
         ([4, 5, 6, 7, 8, 9, 10, 11], r"the windows \[0 1 2 3\], found \[4 5 6 7\]"),
-        ([0, 1, 2, 3], "the windows of 2 steps, found 1"),
+        ([0, 1, 2, 3], r"the windows \[4 5 6 7\], found None"),
     ],
 )
 def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, message):
@@ -286,93 +210,6 @@ def test_the_gpus_of_a_node_are_neighbors_on_fsdp():
     )
     nodes = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
     assert result.stdout == f"{nodes}\n" * 2
-
-
-TOY = """
-import json, math, sys
-import jax, jax.numpy as jnp, numpy as np
-from flax import nnx
-from types import SimpleNamespace
-import trainkit.devices as devices, trainkit.gradients as gradients
-
-RULES = (("kernel", ("fsdp", "tensor")),)
-rng = np.random.default_rng(0)
-kernel = rng.normal(size=(8, 4)).astype(np.float32)
-bias = rng.normal(size=4).astype(np.float32)
-windows = rng.normal(size=(16, 8)).astype(np.float32)
-seen = []
-
-class Toy(nnx.Module):
-    def __init__(self):
-        self.kernel, self.bias = nnx.Param(jnp.asarray(kernel)), nnx.Param(jnp.asarray(bias))
-
-def loss_and_gradients(params, windows, key):
-    seen.append([list(params["kernel"].shape), list(windows.shape)])
-    loss = lambda p: jnp.mean(jnp.tanh(windows @ p["kernel"][...] + p["bias"][...]) ** 2)
-    return jax.value_and_grad(loss)(params)
-
-def run(data, fsdp, tensor):
-    config = SimpleNamespace(
-        mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16,
-        micro_batches=1, compute_dtype="float32", scan_layers=False,
-    )
-    mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
-    seen.clear()
-    with jax.set_mesh(mesh):
-        params = nnx.state(Toy())
-        specs = devices.parameter_specs(params, RULES, mesh)
-        place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-        params = jax.tree.map(place, params, specs)
-        batch = jax.device_put(windows, devices.batch_sharding(mesh))
-        mean = lambda p, w: gradients.mean(loss_and_gradients, p, w, config, RULES)
-        loss, found = jax.jit(mean)(params, batch)
-    return {
-        "loss": float(loss),
-        "kernel": np.asarray(found["kernel"][...]).tolist(),
-        "bias": np.asarray(found["bias"][...]).tolist(),
-        "part": list(found["kernel"][...].addressable_shards[0].data.shape),
-        "seen": seen[0],
-        "rows": devices.local_rows(config, mesh).tolist(),
-        "grid": [d.id for d in mesh.devices.ravel()],
-        "axes": list(mesh.axis_names),
-    }
-
-with open(sys.argv[2], "w") as file:
-    json.dump([run(*shape) for shape in json.loads(sys.argv[1])], file)
-"""
-SHAPES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)]
-
-
-@pytest.fixture(scope="module")
-def toys(tmp_path_factory):
-    """A model of one layer on several meshes, in a process with eight devices."""
-    path = tmp_path_factory.mktemp("toys") / "found.json"
-    flags = "--xla_force_host_platform_device_count=8"
-    subprocess.run(
-        [sys.executable, "-c", TOY, json.dumps(SHAPES), str(path)],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        check=True,
-    )
-    return dict(zip(SHAPES, json.loads(path.read_text())))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_a_layer_are_numpys_on_each_mesh(toys, shape):
-    """And each device gets its own windows, all of fsdp's parameters, and its part back."""
-    found, (data, fsdp, tensor) = toys[shape], shape
-    rng = np.random.default_rng(0)
-    kernel, bias, windows = (rng.normal(size=s) for s in ((8, 4), 4, (16, 8)))
-    y = np.tanh(windows @ kernel + bias)
-    slope = 2 * y * (1 - y**2) / y.size
-    assert found["loss"] == pytest.approx((y**2).mean(), rel=1e-5)
-    np.testing.assert_allclose(found["kernel"], windows.T @ slope, atol=1e-6)
-    np.testing.assert_allclose(found["bias"], slope.sum(axis=0), atol=1e-6)
-    assert found["seen"] == [[8, 4], [16 // (data * fsdp), 8]]
-    assert found["part"] == [8 // fsdp, 4 // tensor]
-    assert found["rows"] == list(range(16))
-    assert sorted(found["grid"]) == list(range(data * fsdp * tensor))
-    assert found["axes"] == ["data", "fsdp", "tensor"]
 
 
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):

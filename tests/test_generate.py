@@ -1,7 +1,6 @@
 """Text out: the same tokens as Hugging Face, sampling, and what is refused."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,15 @@ from peers import ODD, make_peer, ours
 
 import trainkit.generate
 from trainkit.config import ModelConfig
+from trainkit.generate import generate, generate_tokens, sample_token
 
 
 def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
+    """With a cache, which theirs has as well; also if the layers are scanned to train."""
     theirs = make_peer(ODD | {"block_size": 96}, tmp_path)
-    model = ours(tutorial, small, tmp_path)
+    model = ours(tutorial, small, tmp_path, scan_layers=True)
     prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
-    found = trainkit.generate.generate_tokens(
+    found = generate_tokens(
         model, prompts, 64, temperature=0.0, end_of_text=ODD["vocab_size"] - 1
     )
     for prompt, tokens in zip(prompts, found):
@@ -27,40 +28,6 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
             torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
         )[0, len(prompt) :]
         assert tokens == expected.tolist()
-
-
-def test_sampling(tutorial, small, capsys):
-    model = tutorial.create_model(small(block_size=32, vocab_size=50_257))
-    draw = trainkit.generate.generate_tokens
-    trainkit.generate.decode.clear_cache()
-    first, second, other = (
-        draw(model, [[1], [2, 3]], max_new_tokens=8, seed=s) for s in (0, 0, 1)
-    )
-    assert first == second != other
-    assert trainkit.generate.decode._cache_size() == 1
-    greedy = draw(model, [[1]], max_new_tokens=8, temperature=0.0)
-    assert draw(model, [[1]], max_new_tokens=8, top_k=1) == greedy
-    draw(model, [list(range(40))], max_new_tokens=8)
-    assert "kept the last 24 of 40 tokens" in capsys.readouterr().out
-    text = trainkit.generate.generate(model, ["Hello there"], max_new_tokens=4)[0]
-    assert text.startswith("Hello there") and len(text) > len("Hello there")
-
-
-def test_stops_at_end_of_text(tutorial, small):
-    """A model whose only good next token is the end."""
-    config = small()
-    model = tutorial.create_model(config)
-    end = config.vocab_size - 1
-    model.ln_f.scale[...] = np.zeros(config.n_embd, np.float32)
-    model.ln_f.bias[...] = model.wte.embedding[end] * 1e3
-    assert (
-        trainkit.generate.generate_tokens(
-            model, [[1, 2], [3]], max_new_tokens=8, end_of_text=end
-        )
-        == [[end]] * 2
-    )
-    found = trainkit.generate.generate_tokens(model, [[1, 2], [3]], max_new_tokens=8)
-    assert found == [[end] * 8] * 2  # no token ends it
 
 
 class NextToken(nnx.Module):
@@ -78,17 +45,16 @@ class NextToken(nnx.Module):
         return jnp.einsum("btkv,k->btv", one_hot, jnp.array([4.0, 3.0]))
 
 
-continue_next = partial(
-    trainkit.generate.generate_tokens, NextToken(), max_new_tokens=4, temperature=0
-)
+continue_next = partial(generate_tokens, NextToken(), max_new_tokens=4, temperature=0)
 
 
-def test_an_end_inside_a_prompt_ends_nothing():
-    """Only one that is generated; the other rows go on, up to their own ends."""
+def test_an_end_ends_an_answer_and_none_inside_a_prompt():
+    """The other rows go on, up to their own ends."""
     prompts = [[5, 7], [7], [3, 9, 1], [7, 6]]
     found = continue_next(prompts, end_of_text=7)
     assert found == [[8, 9, 10, 0], [8, 9, 10, 0], [2, 3, 4, 5], [7]]
     assert continue_next([[4]], end_of_text=8) == [[5, 6, 7, 8]]
+    assert continue_next([[4]]) == [[5, 6, 7, 8]]
 
 
 def test_answers_do_not_depend_on_the_other_prompts():
@@ -106,30 +72,29 @@ def test_prompts_keep_as_much_as_there_is_room_for(capsys):
     assert continue_next([[5, *longest], [3]]) == [[1, 2, 3, 4], [4, 5, 6, 7]]
     said = capsys.readouterr().out
     assert said == "prompt 0: kept the last 12 of 13 tokens\n"
-    tokens, lengths = trainkit.generate.pad_prompts(
-        [[1, 2, 3], [4]], 2, SimpleNamespace(block_size=5, vocab_size=5)
-    )
+    config = ModelConfig(block_size=5, vocab_size=5)
+    tokens, lengths = trainkit.generate.pad_prompts([[1, 2, 3], [4]], 2, config)
     assert tokens.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0]]
     assert tokens.dtype == np.int32 and lengths.tolist() == [2, 1]
 
 
 def test_defaults():
     """64 tokens at a temperature of 0.8, from the 50 likeliest, with the seed 0."""
-    model, draw = NextToken(block_size=80), trainkit.generate.generate_tokens
-    found = draw(model, [[1]])
+    model = NextToken(block_size=80)
+    trainkit.generate.decode.clear_cache()
+    found = generate_tokens(model, [[1]])
     assert [len(answer) for answer in found] == [64]
-    assert found == draw(model, [[1]], 64, 0.8, 50, 0, None)
-    assert found != draw(model, [[1]], 64, 0.8, 50, 1, None)
+    assert found == generate_tokens(model, [[1]], 64, 0.8, 50, 0, None)
+    assert found != generate_tokens(model, [[1]], 64, 0.8, 50, 1, None)
     # Any token can come in a freer choice, but none beyond the vocabulary.
-    assert set(draw(model, [[1]], temperature=1e6)[0]) == set(range(11))
+    assert set(generate_tokens(model, [[1]], temperature=1e6)[0]) == set(range(11))
+    assert trainkit.generate.decode._cache_size() == 1
 
 
 def test_draws_differ_from_place_to_place_and_from_row_to_row():
     """Each step goes on by 1 or 2."""
-    model = NextToken(block_size=64)
-    rows = trainkit.generate.generate_tokens(
-        model, [[0]] * 8, max_new_tokens=60, temperature=2.0, top_k=2
-    )
+    options = {"max_new_tokens": 60, "temperature": 2.0, "top_k": 2}
+    rows = generate_tokens(NextToken(block_size=64), [[0]] * 8, **options)
     steps = np.diff(rows) % 11
     assert set(np.unique(steps)) == {1, 2}
     assert len(set(map(tuple, steps.tolist()))) == 8
@@ -141,9 +106,8 @@ def test_draws_differ_from_place_to_place_and_from_row_to_row():
 def test_draws_have_the_probabilities_of_a_softmax(temperature):
     """Of the three likeliest tokens, which stand at 4, 1, and 2."""
     logits = np.array([-9.0, 0.2, 0.1, -8.0, 1.0], np.float32)
-    found = trainkit.generate.sample_token(
-        jnp.broadcast_to(logits, (40_000, 5)), temperature, jax.random.key(0), 3
-    )
+    many = jnp.broadcast_to(logits, (40_000, 5))
+    found = sample_token(many, temperature, jax.random.key(0), 3)
     weights = np.exp(logits[[1, 2, 4]].astype(float) / temperature)
     share = np.bincount(found, minlength=5) / 40_000
     assert found.dtype == jnp.int32 and found.shape == (40_000,)
@@ -151,19 +115,13 @@ def test_draws_have_the_probabilities_of_a_softmax(temperature):
     np.testing.assert_allclose(share[[1, 2, 4]], weights / weights.sum(), atol=0.01)
 
 
-def test_no_temperature_takes_the_likeliest():
+def test_no_temperature_takes_the_likeliest_and_the_first_of_equals():
     logits = jax.random.normal(jax.random.key(0), (500, 7))
     for temperature, top_k in ((0, 7), (0.0, 3), (1e-9, 5), (1.0, 1)):
-        found = trainkit.generate.sample_token(
-            logits, temperature, jax.random.key(1), top_k
-        )
+        found = sample_token(logits, temperature, jax.random.key(1), top_k)
         np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
-
-
-def test_no_temperature_takes_the_first_of_equals():
-    logits = jnp.array([[1.0, 3.0, 3.0, 3.0]] * 100)
-    found = trainkit.generate.sample_token(logits, 0.0, jax.random.key(0), 4)
-    assert found.tolist() == [1] * 100
+    equal = jnp.array([[1.0, 3.0, 3.0, 3.0]] * 100)
+    assert (sample_token(equal, 0.0, jax.random.key(0), 4) == 1).all()
 
 
 def test_text_ends_before_the_end_of_text(monkeypatch):
@@ -179,17 +137,27 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
             return "".join(chr(ord("a") + i) for i in ids)
 
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Letters())
-    write = partial(trainkit.generate.generate, NextToken(tokenizer="letters"))
-    assert write(["ef", "a"], max_new_tokens=4, temperature=0) == ["efghij", "abcde"]
-    assert write(["ab", "i"], max_new_tokens=6, temperature=0) == ["abcdefgh", "ij"]
+    write = partial(generate, NextToken(tokenizer="letters"), temperature=0)
+    assert write(["ef", "a"], max_new_tokens=4) == ["efghij", "abcde"]
+    assert write(["ab", "i"], max_new_tokens=6) == ["abcdefgh", "ij"]
     with pytest.raises(ValueError, match="expected a list of strings, found 'ab'"):
         write("ab")
+    with pytest.raises(ValueError, match="12 tokens, .*letters, 11.*generate_tokens"):
+        generate(NextToken(tokenizer="letters", vocab_size=12), ["ab"])
+
+
+def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
+    with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
+        generate(tutorial.create_model(small()), ["Hello"])
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         ({"prompts": []}, "prompts: expected at least one"),
+        ({"prompts": [[1, 11]]}, "prompt 0.*0 to 10.*11"),
+        ({"prompts": [[1], [-1]]}, "prompt 1.*-1"),
+        ({"prompts": [[]]}, "found none"),
         ({"temperature": -0.1}, r"temperature \(-0.1\) must be 0 or"),
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -199,29 +167,11 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
         ({"max_new_tokens": 16}, "max_new_tokens"),
     ],
 )
-def test_options_out_of_their_range(options, words):
+def test_what_is_out_of_its_range_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        trainkit.generate.generate_tokens(NextToken(), **{"prompts": [[1]]} | options)
-    longest = trainkit.generate.generate_tokens(
-        NextToken(), [[1]], max_new_tokens=15, top_k=1
-    )
+        generate_tokens(NextToken(), **{"prompts": [[1]]} | options)
+
+
+def test_the_longest_answer_leaves_room_for_one_token():
+    longest = generate_tokens(NextToken(), [[1]], max_new_tokens=15, top_k=1)
     assert longest == [[n % 11 for n in range(2, 17)]]
-
-
-@pytest.mark.parametrize(
-    "prompts, new, words",
-    [
-        ([[1, 521]], 4, "prompt 0.*0 to 520.*521"),
-        ([[1], [-1]], 4, "prompt 1.*-1"),
-        ([[]], 4, "found none"),
-        ([[1]], 16, "max_new_tokens.*15"),
-    ],
-)
-def test_bad_prompts(tutorial, small, prompts, new, words):
-    with pytest.raises(ValueError, match=words):
-        trainkit.generate.generate_tokens(tutorial.create_model(small()), prompts, new)
-
-
-def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
-    with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
-        trainkit.generate.generate(tutorial.create_model(small()), ["Hello"])

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "benchmarks/gpu_compile.py"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 has_plugin = any(importlib.util.find_spec(name) for name in PLUGINS)
 needs_plugin = pytest.mark.skipif(
@@ -21,31 +20,26 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
-def run_script(*options: str) -> subprocess.CompletedProcess:
+def compile_for_gpu(*options: str) -> subprocess.CompletedProcess:
+    """`benchmarks/gpu_compile.py` in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "benchmarks/gpu_compile.py", *options, "--json"]
     return subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
     )
 
 
-def compile_for_gpu(config: str, *options: str) -> dict:
-    """What `benchmarks/gpu_compile.py` says, from a process of its own."""
-    result = run_script(str(ROOT / "configs" / config), *options, "--json")
+def report_on(config: str, *options: str) -> dict:
+    result = compile_for_gpu(f"configs/{config}", *options)
     assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout.splitlines()[-1])
-    print(report)
-    return report
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.extra
 @needs_plugin
 def test_gpt2_124m_for_an_h200():
     """32 windows at once: what the program moves, and what must not come back."""
-    report = compile_for_gpu("gpt2-124m.yaml", "batch_size=32")
+    report = report_on("gpt2-124m.yaml", "batch_size=32")
     assert report["windows_at_once"] == 32
     assert report["attention_kernels"] == 24  # cuDNN's, forward and backward
     assert report["moved_gb"] <= 105
@@ -62,7 +56,7 @@ def test_gpt2_124m_for_an_h200():
 @pytest.mark.extra
 @needs_plugin
 def test_gradients_meet_once_a_step_on_eight_gpus():
-    report = compile_for_gpu("gpt2-124m.yaml", "--gpus=8")
+    report = report_on("gpt2-124m.yaml", "--gpus=8")
     sums = report["collectives"]
     assert {c["kind"] for c in sums} == {"all-reduce"}
     assert not any(c["in_loop"] for c in sums)
@@ -75,28 +69,14 @@ def test_gradients_meet_once_a_step_on_eight_gpus():
 @pytest.mark.extra
 @needs_plugin
 def test_fsdp_scatters_the_sums_on_eight_gpus():
-    report = compile_for_gpu("gpt2-124m.yaml", "--gpus=8", "fsdp=8")
+    report = report_on("gpt2-124m.yaml", "--gpus=8", "fsdp=8")
     assert not any(c["in_loop"] for c in report["collectives"])
     kinds = {c["kind"] for c in report["collectives"] if c["bytes"] >= 2**20}
     assert kinds == {"all-gather", "reduce-scatter"}  # no matrix is summed whole
 
 
-@pytest.mark.extra
-@needs_plugin
-def test_xl_on_eight_gpus():
-    """As the last comment of its file says."""
-    report = compile_for_gpu(
-        *("gpt2-xl.yaml", "--gpus=8", "platform=gpu", "attention=cudnn", "fsdp=8"),
-        *("scan_layers=false", "topology=null", "accelerator_type=null"),
-    )
-    assert report["windows_at_once"] == 16
-    assert report["attention_kernels"] == 2 * 48  # nothing is computed twice
-    assert report["total_gib"] <= 55
-    assert not any(c["in_loop"] for c in report["collectives"])
-
-
 @pytest.mark.skipif(has_plugin, reason="it is installed")
 def test_without_the_plugin_it_says_what_to_install():
-    result = run_script("configs/gpt2-124m.yaml")
+    result = compile_for_gpu("configs/gpt2-124m.yaml")
     assert result.returncode == 1
     assert "pip install 'jax[cuda12]" in result.stderr

@@ -1,97 +1,131 @@
-"""Gradients written by hand, and summed over devices once a step."""
+"""Gradients and losses over devices and micro-batches: their mean, once a step, in float32."""
 
 import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import trainkit.gradients
-import trainkit.layers
 
 ROOT = Path(__file__).resolve().parent.parent
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
 
-def differentiated(table, features, targets, vocab_size, chunks=1):
-    """The loss as `jax.grad` takes it apart, from all logits at once."""
-    logits = trainkit.layers.score_tokens(table, features, vocab_size)
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), targets
-    ).mean()
-
-
-def loss_inputs(vocab_size):
-    keys = jax.random.split(jax.random.key(0), 3)
-    rows = -(-vocab_size // 128) * 128
-    table = jax.random.normal(keys[0], (rows, 64)) / 5
-    features = jax.random.normal(keys[1], (4, 24, 64))
-    return table, features, jax.random.randint(keys[2], (4, 24), 0, vocab_size)
-
-
-def gradients_of(loss, table, features, targets, vocab_size, chunks):
-    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1))
-    return value_and_grad(table, features, targets, vocab_size, chunks)
-
-
-def relative(found, exact) -> list[float]:
-    """The length of the difference, of each gradient, in lengths of the exact one."""
-    norm = jnp.linalg.norm
-    return [
-        float(norm(a.astype(jnp.float32) - b) / norm(b)) for a, b in zip(found, exact)
-    ]
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 8])
-def test_loss_gradients_by_hand_equal_the_differentiated(chunks):
-    table, features, targets = loss_inputs(521)
-    exact_loss, exact = gradients_of(
-        differentiated, table, features, targets, 521, chunks
-    )
-    ours = partial(gradients_of, trainkit.layers.cross_entropy)
-    loss, found = ours(table, features, targets, 521, chunks)
-    assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
-    assert max(relative(found, exact)) < 1e-6
-    assert not np.asarray(found[0])[521:].any()  # the rows that pad the vocabulary
-
-    # In bfloat16, they are as near to float32's as what jax would find.
-    half = features.astype(jnp.bfloat16)
-    _, found = ours(table, half, targets, 521, chunks)
-    _, theirs = gradients_of(differentiated, table, half, targets, 521, chunks)
-    assert found[0].dtype == jnp.float32 and found[1].dtype == jnp.bfloat16
-    for mine, other in zip(relative(found, exact), relative(theirs, exact)):
-        assert mine < 1.05 * other
-
-
-def test_the_loss_scatters_nothing():
-    inputs = *loss_inputs(521), 521, 2
-    compiled = jax.jit(
-        partial(gradients_of, trainkit.layers.cross_entropy), static_argnums=(3, 4)
-    )
-    assert " scatter(" not in compiled.lower(*inputs).compile().as_text()
-
-
-def test_only_kernels_are_cast():
+def test_only_kernels_are_cast(tutorial, small):
     """Embeddings, biases, and norms stay as exact as they are."""
-    params = nnx.State(
-        {
-            "a": {"kernel": nnx.Param(jnp.ones(3)), "bias": nnx.Param(jnp.ones(3))},
-            "wte": {"embedding": nnx.Param(jnp.ones(3))},
-        }
+    params = tutorial.create_state(small()).params
+    half = small(compute_dtype="bfloat16")
+    cast = nnx.to_flat_state(trainkit.gradients.fetch(params, None, half))
+    dtypes = {(path[-1], str(param[...].dtype)) for path, param in cast}
+    others = {(name, "float32") for name in ("bias", "scale", "embedding")}
+    assert dtypes == {("kernel", "bfloat16"), *others}
+    assert len(cast) == len(nnx.to_flat_state(params))
+
+
+@pytest.mark.parametrize("size", [6, 2, 1])
+def test_a_micro_batch_has_every_kth_window_and_a_key_of_its_own(small, size):
+    """The key is folded with the device and with the micro-batch, in this order."""
+    config = small(batch_size=6, device_batch_size=size)
+    params = nnx.State({"kernel": nnx.Param(jnp.float32(2))})
+    windows, key, k = jnp.arange(6.0)[:, None], jax.random.key(7), 6 // size
+
+    def loss(params, windows, key):
+        return (params["kernel"][...] * windows).mean() * jax.random.uniform(key)
+
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(k)]
+    parts = [windows[i::k].mean() * jax.random.uniform(keys[i]) for i in range(k)]
+    given = params, windows, config, (), key
+    assert trainkit.gradients.mean(loss, *given) == pytest.approx(2 * np.mean(parts))
+    both = trainkit.gradients.mean(jax.value_and_grad(loss), *given)
+    assert both[0] == pytest.approx(2 * np.mean(parts))
+    assert both[1]["kernel"][...] == pytest.approx(np.mean(parts))
+
+
+TOY = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from types import SimpleNamespace
+import trainkit.devices as devices, trainkit.gradients as gradients
+
+RULES = (("kernel", ("fsdp", "tensor")),)
+rng = np.random.default_rng(0)
+kernel, bias, windows = (rng.normal(size=s).astype("float32") for s in ((8, 4), 4, (16, 8)))
+seen = []
+
+def loss(params, windows, key):
+    seen.append([list(params["kernel"].shape), list(windows.shape)])
+    return jnp.mean(jnp.tanh(windows @ params["kernel"][...] + params["bias"][...]) ** 2)
+
+def run(data, fsdp, tensor):
+    config = SimpleNamespace(
+        mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16,
+        micro_batches=1, compute_dtype="float32", scan_layers=False,
     )
-    half = SimpleNamespace(compute_dtype="bfloat16")
-    cast = trainkit.gradients.fetch(params, None, half)
-    types = {".".join(path): x[...].dtype for path, x in nnx.to_flat_state(cast)}
-    float32 = {"a.bias": jnp.float32, "wte.embedding": jnp.float32}
-    assert types == {"a.kernel": jnp.bfloat16} | float32
+    mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
+    with jax.set_mesh(mesh):
+        params = nnx.State({"kernel": nnx.Param(kernel), "bias": nnx.Param(bias)})
+        specs = devices.parameter_specs(params, RULES, mesh)
+        place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        params = jax.tree.map(place, params, specs)
+        batch = jax.device_put(windows, devices.batch_sharding(mesh))
+        mean = lambda f: jax.jit(lambda p, w: gradients.mean(f, p, w, config, RULES))
+        alone = mean(loss)(params, batch)
+        both, found = mean(jax.value_and_grad(loss))(params, batch)
+    return {
+        "losses": [float(alone), float(both)],
+        "kernel": np.asarray(found["kernel"][...]).tolist(),
+        "bias": np.asarray(found["bias"][...]).tolist(),
+        "part": list(found["kernel"][...].addressable_shards[0].data.shape),
+        "seen": seen[-1],
+        "rows": devices.local_rows(config, mesh).tolist(),
+        "grid": [d.id for d in mesh.devices.ravel()],
+        "axes": list(mesh.axis_names),
+    }
+
+print(json.dumps([run(*shape) for shape in json.loads(sys.argv[1])]))
+"""
+SHAPES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (4, 1, 2), (1, 1, 4)]
+
+
+def on_eight_devices(program: str, *arguments: str):
+    """What a process with eight devices prints last."""
+    command = [sys.executable, "-c", program, *arguments]
+    options = {"cwd": ROOT, "env": os.environ | EIGHT, "text": True}
+    result = subprocess.run(command, capture_output=True, **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def toys():
+    """A model of one layer on several meshes."""
+    return dict(zip(SHAPES, on_eight_devices(TOY, json.dumps(SHAPES))))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_a_layer_are_numpys_on_each_mesh(toys, shape):
+    """And each device gets its own windows, all of fsdp's parameters, and its part back."""
+    found, (data, fsdp, tensor) = toys[shape], shape
+    rng = np.random.default_rng(0)
+    kernel, bias, windows = (rng.normal(size=s) for s in ((8, 4), 4, (16, 8)))
+    y = np.tanh(windows @ kernel + bias)
+    slope = 2 * y * (1 - y**2) / y.size
+    assert found["losses"] == pytest.approx([(y**2).mean()] * 2, rel=1e-5)
+    np.testing.assert_allclose(found["kernel"], windows.T @ slope, atol=1e-6)
+    np.testing.assert_allclose(found["bias"], slope.sum(axis=0), atol=1e-6)
+    assert found["seen"] == [[8, 4], [16 // (data * fsdp), 8]]
+    assert found["part"] == [8 // fsdp, 4 // tensor]
+    assert found["rows"] == list(range(16))
+    assert sorted(found["grid"]) == list(range(data * fsdp * tensor))
+    assert found["axes"] == ["data", "fsdp", "tensor"]
 
 
 PROGRAM = """
@@ -103,14 +137,15 @@ from notebook_module import initial_state
 
 tutorial = load_notebook()
 windows = np.random.default_rng(0).integers(0, 1000, (4, 16, 33), np.uint16)
+shape = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64, batch_size=16,
+             loss_chunks=2, warmup_steps=3, decay_steps=20, learning_rate=1e-3)
 
 def run(data, fsdp, tensor, **changes):
     devices = jax.devices()[: data * fsdp * tensor]
     config = trainkit.config.TrainingConfig(
-        vocab_size=1000, block_size=32, n_layer=1, n_head=8, n_embd=64, batch_size=16,
-        device_batch_size=8 // (data * fsdp), loss_chunks=2, warmup_steps=3, decay_steps=20,
-        learning_rate=1e-3, fsdp=fsdp, tensor_parallel=tensor,
-        devices_per_worker=len(devices), **{"compute_dtype": "float32"} | changes)
+        device_batch_size=8 // (data * fsdp), fsdp=fsdp, tensor_parallel=tensor,
+        devices_per_worker=len(devices),
+        **shape | {"n_layer": 1, "compute_dtype": "float32"} | changes)
     mesh = trainkit.devices.make_mesh(config, devices)
     step = compile_step(tutorial, config, mesh)[0]
     state, losses = initial_state(tutorial, config, mesh), []
@@ -123,8 +158,7 @@ def run(data, fsdp, tensor, **changes):
 def drawn(data, fsdp, **changes):
     # The first losses, with the key of each device and micro-batch.
     config = trainkit.config.TrainingConfig(
-        vocab_size=1000, block_size=32, n_layer=1, n_head=8, n_embd=64, batch_size=16,
-        platform="cpu", compute_dtype="float32", loss_chunks=2, **changes)
+        **shape, n_layer=1, platform="cpu", compute_dtype="float32", **changes)
     model, losses = tutorial.create_model(config, config.seed), []
     step_key = jax.random.fold_in(jax.random.key(config.seed), 0)
     for device, rows in enumerate(np.split(windows[0], data * fsdp)):
@@ -134,18 +168,19 @@ def drawn(data, fsdp, **changes):
             losses.append(float(tutorial.loss_fn(model, rows[index::2], rngs)))
     return losses
 
+half = {"compute_dtype": "bfloat16"}
 print(json.dumps({
     "one device": run(1, 1, 1),
     "data": run(8, 1, 1),
-    "data, bfloat16": run(8, 1, 1, compute_dtype="bfloat16"),
     "fsdp": run(1, 8, 1),
+    "tensor": run(1, 1, 8),
+    "tensor, two layers": run(1, 1, 8, n_layer=2),
     "data and fsdp": run(2, 4, 1),
     "all three": run(2, 2, 2),
-    "fsdp, by layer": run(1, 8, 1, scan_layers=True),
     "data and fsdp, by layer": run(2, 4, 1, scan_layers=True),
     "all three, by layer": run(2, 2, 2, scan_layers=True),
-    "by layer, bfloat16": run(2, 4, 1, scan_layers=True, compute_dtype="bfloat16"),
-    "dropout, bfloat16": run(8, 1, 1, dropout=0.3, compute_dtype="bfloat16"),
+    "by layer, bfloat16": run(2, 4, 1, scan_layers=True, **half),
+    "dropout, bfloat16": run(8, 1, 1, dropout=0.3, **half),
     "dropout": run(2, 4, 1, dropout=0.3),
     "dropout by hand": drawn(2, 4, dropout=0.3),
 }))
@@ -154,28 +189,17 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def runs():
-    """Losses and collectives on each mesh, from a process with eight devices."""
-    flags = "--xla_force_host_platform_device_count=8"
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    """Losses and collectives on each mesh."""
+    return on_eight_devices(PROGRAM)
 
 
-MESHES = ["data", "fsdp", "data and fsdp", "all three"]
-BY_LAYER = [f"{mesh}, by layer" for mesh in MESHES[1:]]
+MESHES = ["data", "fsdp", "tensor", "data and fsdp", "all three"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*MESHES, *BY_LAYER])
-def test_losses_of_two_micro_batches_are_those_of_one_device(runs, mesh):
-    np.testing.assert_allclose(runs[mesh][0], runs["one device"][0], atol=1e-5, rtol=0)
+def test_losses_of_two_micro_batches_are_those_of_one_device(runs):
+    for mesh in [*MESHES, "data and fsdp, by layer", "all three, by layer"]:
+        np.testing.assert_allclose(runs[mesh][0], runs["one device"][0], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -186,13 +210,13 @@ def test_each_device_and_micro_batch_draws_anew(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [*MESHES, "data, bfloat16", "dropout, bfloat16"])
+@pytest.mark.parametrize("mesh", ["data", "fsdp", "data and fsdp", "dropout, bfloat16"])
 def test_gradients_meet_once_a_step_in_float32(runs, mesh):
     collectives = runs[mesh][1]
     sums = [c for c in collectives if c["kind"] in ("all-reduce", "reduce-scatter")]
-    if mesh != "all three":  # tensor parallelism sums activations, layer by layer
-        assert sums and not any(c["in_loop"] for c in collectives)
+    assert sums and not any(c["in_loop"] for c in collectives)
     assert all("bf16" not in c["arrays"] for c in sums)
+    assert runs["one device"][1] == []
 
 
 @pytest.mark.slow
@@ -216,11 +240,9 @@ def test_fsdp_sums_no_matrix_whole(runs):
     assert largest("all-reduce") < 4 * 64 * 64  # biases' and norms' gradients
 
 
-def test_kernels_alone_are_cast(tutorial, small):
-    params = tutorial.create_state(small()).params
-    half = small(compute_dtype="bfloat16")
-    cast = nnx.to_flat_state(trainkit.gradients.fetch(params, None, half))
-    dtypes = {(path[-1], str(param[...].dtype)) for path, param in cast}
-    others = {(name, "float32") for name in ("bias", "scale", "embedding")}
-    assert dtypes == {("kernel", "bfloat16"), *others}
-    assert len(cast) == len(nnx.to_flat_state(params))
+@pytest.mark.slow
+def test_a_tensor_parallel_layer_sums_activations_four_times(runs):
+    """Twice forward and twice backward (Shoeybi et al. 2019, section 3); nothing else."""
+    one, two = runs["tensor"][1], runs["tensor, two layers"][1]
+    assert {c["kind"] for c in [*one, *two]} == {"all-reduce"}
+    assert len(two) - len(one) == 4

@@ -20,21 +20,15 @@ import trainkit.states
 
 @pytest.mark.parametrize(
     "layers, heads, width, parameters",
-    [
-        (12, 12, 768, 124_439_808),
-        (48, 25, 1600, 1_557_611_200),
-    ],
+    [(12, 12, 768, 124_439_808), (48, 25, 1600, 1_557_611_200)],
 )
 def test_parameter_counts_of_the_published_models(
     tutorial, layers, heads, width, parameters
 ):
     shape = {"n_layer": layers, "n_head": heads, "n_embd": width}
-    assert (
-        trainkit.states.count_parameters(
-            tutorial.create_model, trainkit.config.ModelConfig(**shape)
-        )
-        == parameters
-    )
+    config = trainkit.config.ModelConfig(**shape)
+    found = trainkit.states.count_parameters(tutorial.create_model, config)
+    assert found == parameters
 
 
 def test_initialization(tutorial):
@@ -60,15 +54,13 @@ def test_weights_follow_the_seed(tutorial, small):
     """Which is 0 unless it is given; `create_state` takes the configuration's."""
     config = small(n_layer=1, seed=5)
 
-    def table(model):
-        return np.asarray(model.wte.embedding[...])
+    def table(*seed):
+        return np.asarray(tutorial.create_model(config, *seed).wte.embedding[...])
 
-    create = tutorial.create_model
-    np.testing.assert_array_equal(table(create(config)), table(create(config, 0)))
-    assert (table(create(config)) != table(create(config, 5))).any()
-    params = tutorial.create_state(config).params
-    found = params["wte"]["embedding"][...]
-    np.testing.assert_array_equal(found, table(create(config, 5)))
+    np.testing.assert_array_equal(table(), table(0))
+    assert (table() != table(5)).any()
+    found = tutorial.create_state(config).params["wte"]["embedding"][...]
+    np.testing.assert_array_equal(found, table(5))
 
 
 def test_logits_have_shape_dtype_and_no_padding(tutorial, small):
@@ -94,8 +86,7 @@ def test_a_later_token_never_changes_an_earlier_logit(tutorial, small):
 
 def test_dropout_is_on_only_with_a_stream(tutorial, small):
     config = small(dropout=0.5)
-    model, tokens = tutorial.create_model(config), random_tokens(config, (1, 16))
-    drop = partial(model, tokens)
+    drop = partial(tutorial.create_model(config), random_tokens(config, (1, 16)))
     assert (drop() == drop()).all()
     streams = [nnx.Rngs(dropout=jax.random.key(i)) for i in range(2)]
     assert (drop(rngs=streams[0]) != drop(rngs=streams[1])).any()
@@ -110,12 +101,8 @@ def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
 
     def gradient(compute_dtype):
         half = dataclasses.replace(config, compute_dtype=compute_dtype)
-        model = tutorial.create_model(half, seed=3)
-        graph, params = nnx.split(model)
-
-        def loss(params):
-            return tutorial.loss_fn(nnx.merge(graph, params), windows)
-
+        params = nnx.state(tutorial.create_model(half, seed=3), nnx.Param)
+        loss = partial(tutorial.batch_loss, windows=windows, key=None, config=half)
         gradients = jax.jit(jax.grad(loss))(params)
         return np.asarray(gradients["wte"]["embedding"][...])[7]
 

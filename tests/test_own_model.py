@@ -1,4 +1,4 @@
-"""Another model than GPT-2, by the seams that the page lists under "Bring your own model"."""
+"""Another model than GPT-2, examples/llama.py, which knows nothing of devices."""
 
 import dataclasses
 import json
@@ -7,88 +7,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import ray
 from accidents import log_of, losses_of_one_process
-from flax import nnx
 
 import trainkit.config
 import trainkit.devices
+import trainkit.generate
+import trainkit.states
 
 pytestmark = pytest.mark.slow
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROOT = Path(__file__).resolve().parent.parent
-PAST = 3  # tokens that the model looks at
-
-
-class WithFeatures(nnx.Module):
-    """Token embeddings and an MLP (Bengio et al. 2003), for the page's `loss_fn`."""
-
-    def __init__(self, config, *, rngs):
-        self.config, D = config, config.n_embd
-        self.wte = nnx.Embed(config.padded_vocab_size, D, rngs=rngs)
-        self.inner = nnx.Linear(PAST * D, 4 * D, rngs=rngs)
-        self.outer = nnx.Linear(4 * D, D, rngs=rngs)
-
-    def features(self, tokens, *, rngs=None):
-        T, x = tokens.shape[1], self.wte(tokens)
-        past = [jnp.pad(x, ((0, 0), (i, 0), (0, 0)))[:, :T] for i in range(PAST)]
-        return self.outer(nnx.relu(self.inner(jnp.concatenate(past, axis=-1))))
-
-
-class Plain(nnx.Module):
-    """Logits and nothing else, under names of its own, for a loss of its own."""
-
-    def __init__(self, config, *, rngs):
-        self.config, V, D = config, config.vocab_size, config.n_embd
-        self.table = nnx.Embed(V, D, rngs=rngs)
-        self.head = nnx.Linear(D, V, rngs=rngs)
-
-    def __call__(self, tokens):
-        return self.head(nnx.relu(self.table(tokens)))
-
-
-def loss_of_logits(model, windows, rngs=None):
-    windows = windows.astype(jnp.int32)
-    logits, targets = model(windows[:, :-1]), windows[:, 1:]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def momentum(config):
-    return optax.sgd(100 * config.learning_rate, momentum=0.9)
 
 
 def lion(config):
     return optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.003))
 
 
-SEAMS = {
-    "features and wte": (
-        {"GPT2": WithFeatures, "create_optimizer": lion, "SHARDING_RULES": ()},
-        "inner",
-    ),
-    "a loss of its own": (
-        {
-            "GPT2": Plain,
-            "loss_fn": loss_of_logits,
-            "SHARDING_RULES": (("head", ("fsdp", None)),),
-            "create_optimizer": momentum,
-        },
-        "head",
-    ),
-}
-
-
 @pytest.mark.extra
-@pytest.mark.parametrize("seams", SEAMS)
-def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams):
-    """It learns, on two devices that divide it, and goes on where it stopped."""
-    swapped, layer = SEAMS[seams]
-    for name, value in swapped.items():
-        monkeypatch.setattr(tutorial, name, value)
+def test_another_model_and_optimizer(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    """They learn, on two devices that divide them, and go on where they stopped."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import llama
+
+    ray.cloudpickle.register_pickle_by_value(llama)
+    for name in ("create_model", "loss_fn"):
+        monkeypatch.setattr(tutorial, name, getattr(llama, name))
+    monkeypatch.setattr(tutorial, "create_optimizer", lion)
+    monkeypatch.setattr(tutorial, "SHARDING_RULES", (("head", ("fsdp", None)),))
     config = write_bins(
         small(vocab_size=61, batch_size=8, max_steps=40, fsdp=2, devices_per_worker=2)
     )
@@ -100,13 +51,13 @@ def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams)
         config = trainkit.config.TrainingConfig(**settings)
         mesh = trainkit.devices.make_mesh(config)
         state = trainkit.states.abstract_state(create_state, config, mesh, rules)
-        spec = state.params[layer]["kernel"].sharding.spec
+        spec = state.params["head"]["kernel"].sharding.spec
         (config.run_path / "divided").write_text(str(spec))
 
     result = tutorial.make_trainer(config, loop).fit()
     assert "fsdp" in (config.run_path / "divided").read_text()
-    model = trainkit.generate.load_model(tutorial.create_model, result.checkpoint)
-    assert type(model) is swapped["GPT2"]
+    model = trainkit.generate.load_model(llama.create_model, result.checkpoint)
+    assert type(model) is llama.Llama
 
     longer = dataclasses.replace(config, max_steps=60)
     assert tutorial.make_trainer(longer, loop).fit().metrics["step"] == 60
@@ -119,7 +70,7 @@ def test_another_model(tutorial, cluster, small, write_bins, monkeypatch, seams)
     np.testing.assert_allclose(losses, expected, atol=1e-3)
 
 
-LLAMA = """
+PROGRAM = """
 import json, sys
 sys.path[:0] = ["ci", "examples", "tests"]
 import jax, llama, numpy as np
@@ -152,9 +103,9 @@ print(json.dumps([run(1), run(8, fsdp=2, tensor_parallel=2)]))
 
 
 def test_a_model_that_knows_nothing_of_devices_on_a_mesh():
-    """examples/llama.py on 2 x 2 x 2 devices, with an empty table, equals one device."""
+    """On 2 x 2 x 2 devices, with an empty table, it equals one device."""
     result = subprocess.run(
-        [sys.executable, "-c", LLAMA],
+        [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
         env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
         capture_output=True,

@@ -1,5 +1,6 @@
 """The mesh: all devices of all workers along named axes, with parameters and batches on it."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -35,12 +36,6 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def automatic_axes() -> set[str]:
-    """The mesh axes over which XLA divides what this code computes, if there is a mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return set(mesh.axis_names) - set(mesh.manual_axes)
-
-
 def name_of(path: tuple) -> str:
     """The name of an array in a pytree of NNX variables, such as h/0/attn/query/kernel."""
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
@@ -58,44 +53,39 @@ def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
         ValueError: a row fits no parameter, or doesn't divide one.
     """
     leaves, structure = jax.tree.flatten_with_path(params)
-    arrays = {name_of(path): x for path, x in leaves}
+    shapes = {name_of(path): x.shape for path, x in leaves}
     found, fitting = {}, set()
-    for name, x in arrays.items():
-        for part, axes in rules:
-            if f"/{part}/" in f"/{name}/" and len(axes) == x.ndim:
-                fitting.add(part)
-                found[name] = axes
-                check_division(part, axes, name, x.shape, mesh)
-                break
-        else:
-            found[name] = default_axes(x.shape, mesh.shape["fsdp"])
+    for name, shape in shapes.items():
+        fits = (
+            (part, axes)
+            for part, axes in rules
+            if f"/{part}/" in f"/{name}/" and len(axes) == len(shape)
+        )
+        part, found[name] = next(fits, (None, default_axes(shape, mesh)))
+        fitting.add(part)
+        for axis, size in zip(found[name], shape):
+            if axis and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"SHARDING_RULES: {part} divides {name}, {list(shape)}, over {axis}, and "
+                    f"{size} is no multiple of {axis}: {mesh.shape[axis]}"
+                )
     if unused := [part for part, _ in rules if part not in fitting]:
         raise ValueError(
             f"SHARDING_RULES: {', '.join(unused)} fits no parameter with as many axes that "
-            f"isn't in a row above; there are {', '.join([*arrays][:20])} and so on"
+            f"isn't in a row above; there are {', '.join([*shapes][:20])} and so on"
         )
-    for name, x in arrays.items():
+    for name, shape in shapes.items():
         kernel = name.removesuffix("bias") + "kernel"
-        if name.endswith("bias") and kernel in arrays and x.ndim < arrays[kernel].ndim:
-            found[name] = found[kernel][-x.ndim :]
-    return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in arrays])
+        if name.endswith("bias") and len(shape) < len(shapes.get(kernel, ())):
+            found[name] = found[kernel][-len(shape) :]
+    return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in shapes])
 
 
-def default_axes(shape: tuple[int, ...], fsdp: int) -> tuple[str | None, ...]:
+def default_axes(shape: tuple[int, ...], mesh) -> tuple[str | None, ...]:
     """`fsdp` along the largest axis that it divides, for arrays of two axes or more."""
-    sizes = [size if size % fsdp == 0 else 0 for size in shape]
+    sizes = [size if size % mesh.shape["fsdp"] == 0 else 0 for size in shape]
     largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
     return tuple("fsdp" if i == largest else None for i in range(len(shape)))
-
-
-def check_division(part: str, axes: tuple, name: str, shape: tuple, mesh) -> None:
-    """Refuse a row of the table that can't divide a parameter evenly."""
-    for axis, size in zip(axes, shape):
-        if axis and size % mesh.shape[axis]:
-            raise ValueError(
-                f"SHARDING_RULES: {part} divides {name}, {list(shape)}, over {axis}, and "
-                f"{size} is no multiple of {axis}: {mesh.shape[axis]}"
-            )
 
 
 def fetch_marked(state: nnx.State) -> nnx.State:
@@ -153,18 +143,17 @@ def global_batches(
     Raises:
         RuntimeError: a window is missing, repeated, or out of order.
     """
-    shape = (config.batch_size, config.block_size + 1)
-    sharding, ready, found = batch_sharding(mesh), [], 0
-    for expected, batch in zip(numbers, batches):
-        (windows,), (tokens,) = batch["numbers"], batch["tokens"]
-        if not np.array_equal(windows, expected):
-            raise RuntimeError(f"expected the windows {expected}, found {windows}")
-        found += 1
-        ready.append(jax.make_array_from_process_local_data(sharding, tokens, shape))
-        if len(ready) == 2:
-            yield ready.pop(0)
-    if found != len(numbers):
-        raise RuntimeError(
-            f"expected the windows of {len(numbers)} steps, found {found}"
-        )
-    yield from ready
+    shape, sharding = (config.batch_size, config.block_size + 1), batch_sharding(mesh)
+
+    def arrays():
+        remaining = iter(batches)
+        for expected in numbers:
+            batch = next(remaining, None)
+            found = batch and batch["numbers"][0]
+            if not np.array_equal(found, expected):
+                raise RuntimeError(f"expected the windows {expected}, found {found}")
+            tokens = batch["tokens"][0]
+            yield jax.make_array_from_process_local_data(sharding, tokens, shape)
+        yield None  # follows the last
+
+    return (array for array, _ in itertools.pairwise(arrays()))

@@ -15,7 +15,7 @@ import numpy as np
 import ray.train
 from flax import nnx
 
-from trainkit import checkpoints, states, tokenizers
+from trainkit import checkpoints, tokenizers
 from trainkit.config import ModelConfig
 
 
@@ -28,9 +28,16 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
     Raises:
         ValueError: as `checkpoints.load_params` says.
     """
-    shapes_of = partial(states.abstract_params, create_model)
-    config, params = checkpoints.load_params(checkpoint, shapes_of)
-    return states.assemble(create_model, config, params)
+
+    def abstract_model(config):
+        return nnx.eval_shape(partial(create_model, config))
+
+    config, params = checkpoints.load_params(
+        checkpoint, lambda config: nnx.state(abstract_model(config), nnx.Param)
+    )
+    model = abstract_model(config)
+    nnx.update(model, params)
+    return model
 
 
 def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
@@ -151,7 +158,6 @@ def decode(
 
     def next_token(carry):
         position, tokens, caches, done = carry
-        caches = [dict(cache, position=position) for cache in caches]
         now = jax.lax.dynamic_slice_in_dim(tokens, position, 1, axis=1)  # (B, 1)
         logits = model(now, caches=caches, position=position)[:, 0]  # (B, V)
         step_key = jax.random.fold_in(key, position)
@@ -160,11 +166,12 @@ def decode(
         new = jnp.where(done, end_of_text, new)
         new = jnp.where(in_prompt, tokens[:, position + 1], new)
         done |= ~in_prompt & (new == end_of_text)
-        caches = [{"key": cache["key"], "value": cache["value"]} for cache in caches]
         return position + 1, tokens.at[:, position + 1].set(new), caches, done
 
-    caches = [{"key": cache, "value": cache} for _ in range(config.n_layer)]
-    start = jnp.zeros((), jnp.int32), tokens, caches, jnp.zeros(B, bool)
+    position = jnp.zeros((), jnp.int32)
+    cache = {"key": cache, "value": cache, "position": position}
+    caches = [dict(cache) for _ in range(config.n_layer)]
+    start = position, tokens, caches, jnp.zeros(B, bool)
     return jax.lax.while_loop(unfinished, next_token, start)[1]
 
 

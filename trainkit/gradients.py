@@ -1,7 +1,6 @@
 """The mean over a batch: of its micro-batches on each device, and over all devices."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,52 +14,36 @@ from trainkit.devices import BATCH_AXES
 
 
 def mean(
-    loss_and_gradients: Callable,
+    function: Callable,
     params: nnx.State,
     windows: jax.Array,
     config: TrainingConfig,
     rules: tuple,
     key: jax.Array | None = None,
-) -> tuple[jax.Array, nnx.State]:
-    """The mean loss of a step's windows, and its gradients, float32.
+) -> Any:
+    """What `function` gives for a step's windows: a loss, or a loss and its gradients.
 
-    Each device adds up what its own micro-batches give, and the devices are averaged once a
-    step. With `fsdp`, a device gets no more of the gradients than its part of the parameters
-    (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5). It fetches the
-    parameters that it lacks before the first micro-batch; with `scan_layers`, it fetches a
-    layer's when it computes that layer, forwards and backwards, and never holds two layers.
+    Each device adds up what its own micro-batches give, in float32, and the devices are
+    averaged once a step. With `fsdp`, a device gets no more of the gradients than its part
+    of the parameters (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5). It
+    fetches the parameters that it lacks before the first micro-batch; with `scan_layers`, it
+    fetches a layer's when it computes that layer, forwards and backwards, and never holds
+    two layers.
 
     Args:
-        loss_and_gradients: what `jax.value_and_grad` makes of a function of parameters,
-            windows [B, T + 1], and a key.
+        function: of parameters, windows [B, T + 1], and a key: the mean loss of the windows,
+            or what `jax.value_and_grad` makes of it.
         params: float32, divided over the mesh as `rules` say.
         windows: [B, T + 1], divided over the mesh by `devices.batch_sharding`.
         rules: which mesh axes divide a parameter; `devices.parameter_specs` explains them.
         key: for dropout; each device and micro-batch draws with one of its own.
     """
-    on_devices = partial(over_devices, params, windows, config, rules, key)
-    return on_devices(loss_and_gradients, has_gradients=True)
-
-
-def mean_loss(
-    loss: Callable,
-    params: nnx.State,
-    windows: jax.Array,
-    config: TrainingConfig,
-    rules: tuple,
-) -> jax.Array:
-    """The mean loss alone, for evaluation; the arguments are those of `mean`."""
-    return over_devices(params, windows, config, rules, None, loss, has_gradients=False)
-
-
-def over_devices(
-    params, windows, config, rules, key, function: Callable, has_gradients: bool
-) -> Any:
-    """What `mean` and `mean_loss` say; without a mesh, on one device."""
     mesh = jax.sharding.get_abstract_mesh()
+    form = jax.tree.structure(jax.eval_shape(function, params, windows, key))
+    whole = PartitionSpec()
 
-    def on_device(params, windows, key, device=0):
-        """The mean of the micro-batches."""
+    def on_device(params, windows, key, device=0) -> list:
+        """The mean of the micro-batches: the loss and, if there are any, the gradients."""
         k = config.micro_batches
 
         def add_micro_batch(total, micro):
@@ -68,19 +51,19 @@ def over_devices(
             draws = key
             if key is not None:
                 draws = jax.random.fold_in(jax.random.fold_in(key, device), index)
-            found = function(params, windows, draws)
-            return jax.tree.map(jnp.add, total, found), None
+            found = jax.tree.leaves(function(params, windows, draws))
+            return [*map(jnp.add, total, found)], None
 
-        zeros = jnp.zeros((), jnp.float32)
-        if has_gradients:
-            zeros_like = partial(jnp.zeros_like, dtype=jnp.float32)
-            zeros = zeros, jax.tree.map(zeros_like, params)
-        micros = micro_batches(windows, config), jnp.arange(k)
-        total, _ = jax.lax.scan(add_micro_batch, zeros, micros)
-        return jax.tree.map(lambda x: x / k, total)
+        shapes = [(), *(x.shape for x in jax.tree.leaves(params))][: form.num_leaves]
+        zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+        # Micro-batch i has every k-th window from the i-th on.
+        micros = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+        total, _ = jax.lax.scan(add_micro_batch, zeros, (micros, jnp.arange(k)))
+        return [x / k for x in total]
 
     if not mesh.shape:
-        return on_device(fetch(params, None, config), windows, key)
+        params = fetch(params, None, config)
+        return jax.tree.unflatten(form, on_device(params, windows, key))
 
     axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     specs = devices.parameter_specs(params, rules, mesh)
@@ -88,35 +71,22 @@ def over_devices(
     specs = jax.tree.map(
         lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)), specs
     )
+    results = [whole, *jax.tree.leaves(specs)][: form.num_leaves]
 
     def on_each_device(parts, windows, key):
-        params = fetch(parts, specs, config)
-        found = on_device(params, windows, key, jax.lax.axis_index(BATCH_AXES))
-        if not has_gradients:
-            return jax.lax.pmean(found, axes)
-        loss, gradients = found
-        leaves = jax.tree.leaves(gradients)  # without the marks of `fetch`
-        gradients = jax.tree.unflatten(jax.tree.structure(parts), leaves)
-        gradients = jax.tree.map(mean_of_part, gradients, parts, specs)
-        return jax.lax.pmean(loss, axes), gradients
+        device = jax.lax.axis_index(BATCH_AXES)
+        found = on_device(fetch(parts, specs, config), windows, key, device)
+        arrays = [found[0], *jax.tree.leaves(parts)]
+        return [*map(mean_of_part, found, arrays, results)]
 
-    whole = PartitionSpec()
-    return jax.shard_map(
+    found = jax.shard_map(
         on_each_device,
         in_specs=(specs, PartitionSpec(BATCH_AXES), whole),
-        out_specs=(whole, specs) if has_gradients else whole,
+        out_specs=results,
         axis_names={*BATCH_AXES} if mesh.shape["tensor"] > 1 else {*mesh.axis_names},
         check_vma=False,
     )(params, windows, key)
-
-
-def micro_batches(windows: jax.Array, config: TrainingConfig) -> jax.Array:
-    """[B, T + 1] -> [k, B/k, T + 1]: micro-batch i has every k-th window from the i-th on.
-
-    On several devices, each cuts its own windows.
-    """
-    k = config.micro_batches
-    return windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+    return jax.tree.unflatten(form, found)
 
 
 def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:
@@ -124,7 +94,7 @@ def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:
 
     The layers would cast them each time. Once a step is once for all micro-batches, and the
     devices fetch half the bytes from one another. With `scan_layers`, the parts of a list's
-    layers are only marked, and `layers.scan_blocks` fetches them one layer at a time.
+    layers are only marked, and `layers.run_blocks` fetches them one layer at a time.
     """
     divided = {
         devices.name_of(path): spec.index("fsdp")
@@ -144,13 +114,11 @@ def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:
     return nnx.map_state(fetch_one, parts)
 
 
-def mean_of_part(
-    gradient: jax.Array, part: jax.Array, spec: PartitionSpec
-) -> jax.Array:
-    """The mean over all devices of their gradients, as far as this one holds the parameter."""
+def mean_of_part(found: jax.Array, part: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The mean of what all devices have found, as far as this one holds the parameter."""
     others = [axis for axis in BATCH_AXES if jax.lax.axis_size(axis) > 1]
     if "fsdp" in spec:
         others.remove("fsdp")
-        if gradient.shape != part.shape:  # or `fetch_part` has summed it
-            gradient = devices.sum_part(gradient, spec.index("fsdp"))
-    return jax.lax.psum(gradient, others) / jax.lax.axis_size(BATCH_AXES)
+        if found.shape != part.shape:  # or `fetch_part` has summed it
+            found = devices.sum_part(found, spec.index("fsdp"))
+    return jax.lax.psum(found, others) / jax.lax.axis_size(BATCH_AXES)

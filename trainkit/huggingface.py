@@ -6,11 +6,12 @@ key, and value side by side, as `c_attn`.
 """
 
 import base64
+import contextlib
 import json
-import os
 import re
 import tempfile
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,27 +26,14 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from trainkit import tokenizers
 
-# What a GPT-2 says of itself; a key that its config.json lacks has this value.
-EXPECTED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-    "add_cross_attention": False,
-    "quantization_config": None,
-}
-SIZES = {  # ours: theirs
-    "vocab_size": "vocab_size",
-    "block_size": "n_positions",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-}
-END = ("bos_token_id", "eos_token_id")
+# What a GPT-2 has to say of itself as transformers' own defaults do.
+COMMON = ["model_type", "activation_function", "layer_norm_epsilon", "n_inner"]
+COMMON += ["scale_attn_weights", "scale_attn_by_inverse_layer_idx"]
+COMMON += ["tie_word_embeddings", "add_cross_attention", "quantization_config"]
+SIZES = {"block_size": "n_positions"}  # ours: theirs
+SIZES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
 SIDE_BY_SIDE = ("query", "key", "value")  # in c_attn
-TYPES = {"F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64}
+TYPES = ("F16", "BF16", "F32", "F64")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of old files: no weights
 TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 TEXTS = ("The value of x", " naïve café", "汉字 🙂", "\n\n\tf(1)  # 20%")
@@ -58,39 +46,31 @@ def find_folder(name: str) -> Path:
         name: a folder, or a model on the hub, which is downloaded.
 
     Raises:
-        FileNotFoundError: `name` is an absolute path, and nothing is there.
-        ConnectionError: the hub doesn't have it, or can't be reached.
+        ConnectionError: there is no such folder, and the hub doesn't have it or can't be
+            reached.
     """
     if Path(name).is_dir():
         return Path(name)
-    if os.path.isabs(name):
-        raise FileNotFoundError(f"init_from: there is no folder {name} on this node")
+    files = ["config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZERS]
     try:
-        files = [
-            "config.json",
-            "*.safetensors",
-            "*.safetensors.index.json",
-            *TOKENIZERS,
-        ]
         return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise ConnectionError(
-            f"init_from: cannot get {name!r} from the Hugging Face hub ({error}). Check the "
-            "name and the network, or name a folder that all nodes share."
+            f"init_from: {name!r} is no folder on this node, and can't be had from the "
+            f"Hugging Face hub ({error}). Check the name and the network, or name a folder "
+            "that all nodes share."
         ) from error
 
 
-def read_json(path: Path) -> dict:
-    """What a JSON file of a published model says.
-
-    Raises:
-        ValueError: it can't be read.
-    """
+@contextlib.contextmanager
+def reading(path: Path):
+    """Say which file of a published model can't be read, as a ValueError."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        yield
+    except Exception as error:  # of no particular kind
         raise ValueError(
-            f"init_from: {path} can't be read as JSON ({error})"
+            f"init_from: {path} can't be read ({error}). If it is missing or cut off, get it "
+            "anew."
         ) from error
 
 
@@ -100,17 +80,17 @@ def published_shape(name: str) -> dict[str, int]:
     Raises:
         ValueError: it is another kind of model, or its config.json is damaged.
     """
-    theirs = read_json(find_folder(name) / "config.json")
-    inner = theirs.get("n_inner") and 4 * theirs.get("n_embd", 0)
-    for key, value in (EXPECTED | {"n_inner": inner}).items():
-        if (found := theirs.get(key, value)) != value:
+    path = find_folder(name) / "config.json"
+    with reading(path):
+        theirs = transformers.GPT2Config.from_json_file(path)
+    usual = transformers.GPT2Config(n_inner=theirs.n_inner and 4 * theirs.n_embd)
+    for key in COMMON:
+        found, value = (getattr(config, key, None) for config in (theirs, usual))
+        if found != value:
             raise ValueError(
                 f"init_from: {name} has {key} {found!r}, expected {value!r}"
             )
-    missing = [key for key in SIZES.values() if key not in theirs]
-    if missing:
-        raise ValueError(f"init_from: {name}/config.json has no {', '.join(missing)}")
-    return {ours: theirs[key] for ours, key in SIZES.items()}
+    return {ours: getattr(theirs, key) for ours, key in SIZES.items()}
 
 
 def check_tokenizer(name: str, tokenizer: str) -> None:
@@ -122,82 +102,57 @@ def check_tokenizer(name: str, tokenizer: str) -> None:
     folder = find_folder(name)
     if not any((folder / file).exists() for file in TOKENIZERS[:2]):
         return
-    theirs, ours = (
-        transformers.AutoTokenizer.from_pretrained(folder),
-        tokenizers.load(tokenizer),
-    )
-    for text in TEXTS:
-        found = theirs(text, add_special_tokens=False)["input_ids"]
-        if found != (expected := ours.encode_ordinary(text)):
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = tokenizers.load(tokenizer)
+    pairs = {
+        repr(text): (theirs.encode(text, add_special_tokens=False), encoded)
+        for text, encoded in zip(TEXTS, map(ours.encode_ordinary, TEXTS))
+    }
+    if theirs.eos_token_id is not None:
+        pairs["the end of a text"] = theirs.eos_token_id, ours.eot_token
+    for text, (found, expected) in pairs.items():
+        if found != expected:
             raise ValueError(
                 f"tokenizer: that of {name}, with which init_from's weights were trained, "
-                f"makes {found} of {text!r}, and {tokenizer} makes {expected}. Set tokenizer: "
+                f"makes {found} of {text}, and {tokenizer} makes {expected}. Set tokenizer: "
                 f"{name}"
             )
-    if theirs.eos_token_id not in (None, ours.eot_token):
-        raise ValueError(
-            f"tokenizer: that of {name} ends a text with {theirs.eos_token_id}, and "
-            f"{tokenizer} with {ours.eot_token}. Set tokenizer: {name}"
-        )
-
-
-def files_of(folder: Path) -> dict[str, set[str] | None]:
-    """The weights' files, with the tensors that an index names in each; None: all.
-
-    Raises:
-        FileNotFoundError, ValueError: there are none, or two forms of them.
-    """
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists() and index.exists():
-        raise ValueError(
-            f"init_from: {folder} has both {whole.name} and {index.name}; remove one of them"
-        )
-    if whole.exists():
-        return {whole.name: None}
-    if not index.exists():
-        raise FileNotFoundError(
-            f"init_from: {folder} has no {whole.name}, and no {index.name}"
-        )
-    files = defaultdict(set)
-    for tensor, file in dict(read_json(index).get("weight_map", {})).items():
-        files[Path(file).name].add(tensor)
-    return dict(files)
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """The tensors of a published model, by name, without the prefix "transformer.".
 
+    They are in model.safetensors, or in the files that model.safetensors.index.json names.
+
     Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged, a tensor isn't where the
-            index says, is there twice, or has a type that isn't of floating-point numbers.
+        ValueError: there are both of these or neither, a file is missing or damaged, a
+            tensor is there twice or has a type that isn't of floating-point numbers.
     """
-    tensors = {}
-    for file, expected in files_of(folder).items():
-        try:
-            found = dict(safetensors.deserialize((folder / file).read_bytes()))
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"init_from: {folder} has no {file}") from error
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"init_from: {folder / file} can't be read ({error}); it may be cut off. Get "
-                "it anew."
-            ) from error
-        if expected is not None and (differing := expected ^ found.keys()):
-            raise ValueError(
-                f"init_from: {folder / file} and the index differ in {name_some(differing)}"
-            )
-        for tensor, about in found.items():
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() == index.exists():
+        found = "both" if whole.exists() else "neither"
+        raise ValueError(f"init_from: expected {whole} or {index.name}, found {found}")
+    files, tensors = {whole.name}, {}
+    if index.exists():
+        with reading(index):
+            files = set(dict(json.loads(index.read_text())["weight_map"]).values())
+    for path in sorted(folder / Path(file).name for file in files):
+        with reading(path), safetensors.safe_open(path, "numpy") as file:
+            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+            found = {
+                n: file.get_tensor(n) for n, dtype in types.items() if dtype in TYPES
+            }
+        for tensor, dtype in types.items():
             name = tensor.removeprefix("transformer.")
             if MASKS.fullmatch(name):
                 continue
-            if about["dtype"] not in TYPES or name in tensors:
-                flaw = "twice" if name in tensors else f"as {about['dtype']}"
+            if name in tensors or tensor not in found:
+                flaw = "twice" if name in tensors else f"as {dtype}"
                 raise ValueError(
-                    f"init_from: {folder / file} has {name} {flaw}; expected it once, as "
+                    f"init_from: {path} has {name} {flaw}; expected it once, as "
                     f"{', '.join(TYPES)}"
                 )
-            values = np.frombuffer(about["data"], TYPES[about["dtype"]])
-            tensors[name] = values.reshape(about["shape"])
+            tensors[name] = found[tensor]
     return tensors
 
 
@@ -207,23 +162,25 @@ def load_weights(config, params: nnx.State) -> nnx.State:
     Every worker reads the whole file, and each of its devices takes its part.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_tensors` says; or a tensor is missing, is
-            none of GPT-2's, or has another shape.
+        ValueError: as `read_tensors` says; or a tensor is missing, is none of GPT-2's, or
+            has another shape; or two that GPT-2 ties differ.
     """
     folder = find_folder(config.init_from)
-    tensors, shapes = read_tensors(folder), tensor_shapes(config, params)
+    tensors = read_tensors(folder)
     head = tensors.pop("lm_head.weight", None)
-    for what, names in (
-        ("lacks", shapes.keys() - tensors.keys()),
-        ("has tensors that a GPT-2 hasn't:", tensors.keys() - shapes.keys()),
-    ):
-        if names:
-            raise ValueError(f"init_from: {folder} {what} {name_some(names)}")
-    for name, shape in shapes.items():
-        if (found := tensors[name].shape) != shape:
-            raise ValueError(
-                f"init_from: {name} in {folder} has the shape {found}, expected {shape}"
-            )
+    shapes = jax.eval_shape(partial(to_tensors, config), params)
+    found, expected = (
+        {name: x.shape for name, x in arrays.items()} for arrays in (tensors, shapes)
+    )
+    if differing := [
+        f"{name} {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+        for name in sorted(found | expected)
+        if found.get(name) != expected.get(name)
+    ]:
+        raise ValueError(
+            f"init_from: of the shapes of {len(expected)} tensors, {len(differing)} differ "
+            f"in {folder}: found {'; '.join(differing[:3])}"
+        )
     if head is not None and not np.array_equal(head, tensors["wte.weight"]):
         raise ValueError(
             f"init_from: lm_head.weight and wte.weight in {folder} differ; GPT-2 ties them"
@@ -244,11 +201,6 @@ def load_weights(config, params: nnx.State) -> nnx.State:
     return nnx.map_state(load_param, params)
 
 
-def name_some(names) -> str:
-    """The first few of some names."""
-    return ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
-
-
 def tensor_of(path: tuple) -> tuple[str, int | None]:
     """The Hugging Face tensor that has our parameter, and which part of it, if not all."""
     *modules, leaf = map(str, path)
@@ -258,28 +210,17 @@ def tensor_of(path: tuple) -> tuple[str, int | None]:
     return ".".join([*modules, "bias" if leaf == "bias" else "weight"]), part
 
 
-def tensor_shapes(config, params: nnx.State) -> dict[str, tuple[int, ...]]:
-    """The shapes of Hugging Face's tensors for `params`."""
-    shapes = {}
-    for path, param in nnx.to_flat_state(params):
-        name, part = tensor_of(path)
-        *others, last = param.shape
-        shapes[name] = (*others, last if part is None else last * len(SIDE_BY_SIDE))
-    return shapes | {"wte.weight": (config.vocab_size, config.n_embd)}
-
-
-def to_tensors(config, params: nnx.State) -> dict[str, np.ndarray]:
-    """`params` as float32 tensors under Hugging Face's names, without padding."""
+def to_tensors(config, params: nnx.State) -> dict[str, jax.Array]:
+    """`params` as float32 tensors under the names of Hugging Face, without padding."""
     parts = defaultdict(dict)
     for path, param in nnx.to_flat_state(params):
         name, part = tensor_of(path)
-        parts[f"transformer.{name}"][part or 0] = np.asarray(param[...])
+        parts[name][part or 0] = param[...]
     tensors = {
-        name: np.concatenate([found[i] for i in sorted(found)], axis=-1)
+        name: jnp.concatenate([found[i] for i in sorted(found)], axis=-1)
         for name, found in parts.items()
     }
-    wte = tensors["transformer.wte.weight"]
-    return tensors | {"transformer.wte.weight": wte[: config.vocab_size].copy()}
+    return tensors | {"wte.weight": tensors["wte.weight"][: config.vocab_size]}
 
 
 def export(model: nnx.Module, folder: str | Path) -> Path:
@@ -296,21 +237,23 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
         raise FileExistsError(f"{folder} is not empty. Choose another folder.")
     config = model.config
     tensors = to_tensors(config, nnx.state(model, nnx.Param))
+    tensors = {f"transformer.{name}": np.asarray(x) for name, x in tensors.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
     tokenizer = tokenizers.load(config.tokenizer)
     fits = config.vocab_size == tokenizer.n_vocab
-    end = {key: tokenizer.eot_token if fits else None for key in END}
-    their_config(config, **end).save_pretrained(staging)
-    transformers.GenerationConfig(**end).save_pretrained(staging)
+    end = dict.fromkeys(("bos_token_id", "eos_token_id"))
     if fits:
+        end = dict.fromkeys(end, tokenizer.eot_token)
         their_tokenizer(tokenizer).save_pretrained(staging)
     else:
         print(
             f"{folder} has no tokenizer: {config.tokenizer} has {tokenizer.n_vocab:,} tokens, "
             f"and vocab_size is {config.vocab_size:,}. Add the one that made the tokens."
         )
+    their_config(config, **end).save_pretrained(staging)
+    transformers.GenerationConfig(**end).save_pretrained(staging)
     staging.chmod(0o755)
     return staging.replace(folder)
 
@@ -318,11 +261,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
 def their_config(config, **others) -> transformers.GPT2Config:
     """The same model in the words of the transformers library."""
     return transformers.GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.block_size,
-        n_embd=config.n_embd,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=0.0,

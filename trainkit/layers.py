@@ -35,7 +35,8 @@ def attend(
         kernel = partial(
             jax.nn.dot_product_attention, is_causal=True, implementation=kind
         )
-    if kind == "xla" or "tensor" not in devices.automatic_axes():
+    mesh = jax.sharding.get_abstract_mesh()
+    if kind == "xla" or "tensor" not in {*mesh.axis_names} - {*mesh.manual_axes}:
         return kernel(q, k, v)
     # XLA can't look into a kernel to divide its work: each device takes its own heads.
     heads = PartitionSpec(None, None, "tensor")
@@ -70,9 +71,10 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> ja
 
     Args:
         cache: `key` and `value` of the tokens so far, [B, S, H, D/H], which get the new
-            token's at `position`.
+            token's at `position`, and that moves on by one.
     """
     position = cache["position"]
+    cache["position"] = position + 1
     for name, new in (("key", k), ("value", v)):
         cache[name] = jax.lax.dynamic_update_slice_in_dim(cache[name], new, position, 1)
     seen = jnp.arange(cache["key"].shape[1]) <= position
@@ -90,24 +92,16 @@ def run_blocks(
 ) -> jax.Array:
     """The last block's output, [B, T, D], from the first block's input `x`.
 
-    With `scan`, `scan_blocks` computes it, except when generating, with `caches`.
+    With `scan`, one compiled block runs in a loop over all parameters: many blocks compile to
+    a long program, and this one stays short. `jax.checkpoint` keeps only each block's input;
+    the backward pass computes the rest again, and with `fsdp` fetches the block's parameters
+    again. That costs a quarter more arithmetic, and dropout draws other numbers. To generate,
+    with `caches`, there is no loop.
     """
-    if scan and caches is None:
-        return scan_blocks(blocks, x, rngs)
-    for block, cache in zip(blocks, caches or [None] * len(blocks)):
-        x = block(x, rngs=rngs, cache=cache)
-    return x
-
-
-def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
-    """What `run_blocks` computes, by one compiled block in a loop over all parameters.
-
-    With dropout, it draws other numbers.
-
-    Many blocks compile to a long program, and this one stays short. `jax.checkpoint` keeps
-    only each block's input; the backward pass computes the rest again, and with `fsdp`
-    fetches the block's parameters again. That costs a quarter more arithmetic.
-    """
+    if not scan or caches is not None:
+        for block, cache in zip(blocks, caches or [None] * len(blocks)):
+            x = block(x, rngs=rngs, cache=cache)
+        return x
     graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
     keys = jax.random.split(rngs.dropout(), len(blocks)) if rngs else None
@@ -119,16 +113,6 @@ def scan_blocks(blocks: nnx.List, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Ar
         return nnx.merge(graph, devices.fetch_marked(state))(x, rngs=rngs), None
 
     return jax.lax.scan(run_block, x, (stacked, keys))[0]
-
-
-def score_tokens(table: jax.Array, features: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits [B, T, V] from the token embeddings [V, D] and features [B, T, D].
-
-    The rows that pad the vocabulary score minus infinity, so they can be neither predicted
-    nor trained.
-    """
-    logits = features @ table.T.astype(features.dtype)
-    return jnp.where(jnp.arange(len(table)) < vocab_size, logits, -jnp.inf)
 
 
 def cross_entropy(
@@ -158,14 +142,29 @@ def cross_entropy(
 
 @jax.custom_gradient
 def cross_entropy_of_chunks(table, features, targets, vocab_size):
-    """The same for features [chunks, B, T/chunks, D] and targets [chunks, B, T/chunks]."""
+    """The same for features [chunks, B, T/chunks, D] and targets [chunks, B, T/chunks].
 
-    rows = table.astype(features.dtype)
+    The gradient of a token's loss by its logits is softmax minus one-hot. Comparing with
+    the target needs no scatter, and like the logits, this is an array of the compute type:
+    float32 numbers exist only on their way through the sums.
+    """
+    rows, n = table.astype(features.dtype), targets.size
 
     def add_chunk(total, chunk):
-        loss, d_table, d_features = loss_and_gradients(
-            rows, *chunk, vocab_size, targets.size
-        )
+        features, targets = chunk
+        logits = features @ rows.T  # (B, T, V)
+        # The rows that pad the vocabulary can be neither predicted nor trained.
+        logits = jnp.where(jnp.arange(len(rows)) < vocab_size, logits, -jnp.inf)
+        exact = logits.astype(jnp.float32)
+        log_sum = jax.nn.logsumexp(exact, axis=-1, keepdims=True)
+        is_target = jnp.arange(len(rows)) == targets[..., None]
+        loss = jnp.sum(log_sum) - jnp.sum(exact, where=is_target)
+
+        d_logits = (jnp.exp(exact - log_sum) - is_target) / n
+        d_logits = d_logits.astype(features.dtype)
+        float32 = {"preferred_element_type": jnp.float32}
+        d_table = jnp.einsum("btv,btd->vd", d_logits, features, **float32)
+        loss, d_features = loss / n, d_logits @ rows
         return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
 
     zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(table)
@@ -176,24 +175,3 @@ def cross_entropy_of_chunks(table, features, targets, vocab_size):
         return d_loss * d_table, scale * d_features, None, None
 
     return loss, backward
-
-
-def loss_and_gradients(table, features, targets, vocab_size, n_targets):
-    """The summed loss over `n_targets`, and its gradients by `table` and `features`.
-
-    The gradient of a token's loss by its logits is softmax minus one-hot. Comparing with
-    the target needs no scatter, and like the logits, this is an array of the compute type:
-    float32 numbers exist only on their way through the sums.
-    """
-    logits = score_tokens(table, features, vocab_size)  # (B, T, V)
-    exact = logits.astype(jnp.float32)
-    log_sum = jax.nn.logsumexp(exact, axis=-1, keepdims=True)
-    is_target = jnp.arange(len(table)) == targets[..., None]
-    loss = jnp.sum(log_sum) - jnp.sum(exact, where=is_target)
-
-    d_logits = (jnp.exp(exact - log_sum) - is_target) / n_targets
-    d_logits = d_logits.astype(features.dtype)
-    d_table = jnp.einsum(
-        "btv,btd->vd", d_logits, features, preferred_element_type=jnp.float32
-    )
-    return loss / n_targets, d_table, d_logits @ table

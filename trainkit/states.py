@@ -1,4 +1,4 @@
-"""Models and training states: as shapes that cost no memory, and as arrays on their devices.
+"""Training states: as shapes that cost no memory, and as arrays on their devices.
 
 The notebook defines the model and the state; `create_model(config)` and `create_state(config)`
 make them with random weights. These functions take either as an argument.
@@ -16,38 +16,11 @@ from trainkit import devices
 from trainkit.config import ModelConfig, TrainingConfig
 
 
-def abstract_model(create_model: Callable, config: ModelConfig) -> nnx.Module:
-    """The model with shapes for weights; allocates nothing."""
-    structure = []
-
-    def create():
-        graph, weights = nnx.split(create_model(config))
-        structure.append(graph)
-        return weights
-
-    weights = jax.eval_shape(create)
-    return nnx.merge(*structure, weights)
-
-
-def abstract_params(create_model: Callable, config: ModelConfig) -> nnx.State:
-    """The shapes and dtypes of the parameters."""
-    return nnx.state(abstract_model(create_model, config), nnx.Param)
-
-
-def assemble(
-    create_model: Callable, config: ModelConfig, params: nnx.State
-) -> nnx.Module:
-    """The model that has `params` for its weights."""
-    model = abstract_model(create_model, config)
-    nnx.update(model, params)
-    return model
-
-
 def count_parameters(create_model: Callable, config: ModelConfig) -> int:
     """The number of parameters, not counting the rows that pad the vocabulary."""
-    params = abstract_params(create_model, config)
+    params = nnx.state(nnx.eval_shape(partial(create_model, config)), nnx.Param)
     padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
-    return sum(leaf.size for leaf in jax.tree.leaves(params)) - padding
+    return sum(param.size for param in jax.tree.leaves(params)) - padding
 
 
 def abstract_state(
@@ -65,21 +38,23 @@ def abstract_state(
         create_state: makes a pytree with `params`.
         rules: which mesh axes divide a parameter; `devices.parameter_specs` explains them.
     """
-    shapes = jax.eval_shape(partial(create_state, config))
-    specs = devices.parameter_specs(shapes.params, rules, mesh)
-    specs = {devices.name_of(path): s for path, s in jax.tree.leaves_with_path(specs)}
-    params = jax.tree.leaves_with_path(shapes.params)
-    params = {devices.name_of(path): x.shape for path, x in params}
+    state = jax.eval_shape(partial(create_state, config))
+    specs = jax.tree.leaves(devices.parameter_specs(state.params, rules, mesh))
+    params = {
+        devices.name_of(path): (x.shape, spec)
+        for (path, x), spec in zip(jax.tree.leaves_with_path(state.params), specs)
+    }
 
     def place(path, x):
         name = devices.name_of(path)
         while name and name not in params:  # opt_state/1/0/mu/h/0/... -> h/0/...
             name = name.partition("/")[2]
-        spec = specs[name] if params.get(name) == x.shape else PartitionSpec()
+        shape, spec = params.get(name, (None, None))
+        spec = spec if shape == x.shape else PartitionSpec()
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(place, shapes)
+    return jax.tree.map_with_path(place, state)
 
 
 def initial_state(create_state: Callable, config: TrainingConfig, abstract: Any) -> Any:
