@@ -431,12 +431,12 @@ def another_end(numbers, steps):
 
 def read_by(windows):
     """Patch which windows a run reads."""
-    numbers = trainkit.token_files.window_numbers
+    numbers = trainkit.token_files.windows_of
 
     def others(config, split, steps):
         return windows(numbers(config, split, steps), steps)
 
-    return mock.patch.object(trainkit.token_files, "window_numbers", others)
+    return mock.patch.object(trainkit.token_files, "windows_of", others)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ray.core.generated import autoscaler_pb2
 
 import trainkit.checkpoints
 import trainkit.config
+import trainkit.corpus
 import trainkit.devices
 import trainkit.launch
 import trainkit.token_files
@@ -110,7 +111,7 @@ def test_text_is_tokenized_on_the_nodes_with_the_label(tutorial, tmp_path):
         documents = ray.data.range(4_000).map_batches(note, batch_size=None)
         tokenize = partial(tutorial.tokenize, config=trainkit.config.TrainingConfig())
         tokenized = documents.map_batches(tokenize, batch_size=None)
-        assert len(list(trainkit.token_files.documents_in(tokenized))) == 4_000
+        assert len(list(trainkit.corpus.documents_in(tokenized))) == 4_000
     finally:
         options.label_selector = None
         stop_ray()

@@ -464,6 +464,8 @@ def test_a_worker_starts_with_the_workers_that_there_are(small, monkeypatch):
     """An elastic run may have fewer. GPUs are chosen before JAX is asked for a device."""
     done, workers = [], trainkit.workers
     context = SimpleNamespace(get_world_size=lambda: 1)
+    data = ray.data.DataContext()
+    monkeypatch.setattr(ray.data.DataContext, "get_current", lambda: data)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(workers.jax, "set_mesh", done.append)
     monkeypatch.setattr(workers, "say_if_no_cpu_is_left", lambda c: done.append("CPU"))
@@ -472,6 +474,10 @@ def test_a_worker_starts_with_the_workers_that_there_are(small, monkeypatch):
     config, mesh = workers.start_worker(settings)
     assert config.num_workers == 1 and mesh.devices.shape == (1, 1, 1)
     assert done == ["CPU", mesh]
+    assert (
+        data.execution_options.resource_limits.cpu == 1
+        and not data.enable_progress_bars
+    )
     done.clear()
     monkeypatch.setattr(workers, "check_generation", lambda c, d: done.append(d))
     monkeypatch.setattr(workers.jax, "process_index", lambda: 1)

@@ -90,6 +90,7 @@ class RecipeConfig(ShapeConfig):
 
     dataset: Text = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), a URL of
     # files ("s3://my-bucket/*.parquet"), or "builtin"
+    dataset_config: Text | None = None  # of a dataset of the hub that has several
     text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
@@ -338,6 +339,8 @@ def default_places(path: str | Path, config: TrainingConfig) -> dict[str, str]:
     text = json.dumps(recipe, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", config.dataset).strip("-")
+    if config.dataset_config:
+        dataset += f"-{config.dataset_config}"
     if config.max_documents:
         dataset += f"-{config.max_documents}"
     if config.text_column != RecipeConfig.text_column:

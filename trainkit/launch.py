@@ -108,7 +108,7 @@ def describe(config, programs: tuple, environment: dict) -> dict:
         known = checkpoints.read_json(config.run_path / "identity.json")
         steps = {0, second, config.max_steps - 1, *map(int, known.get("windows", {}))}
         for n in sorted(steps):
-            numbers = token_files.window_numbers(config, "train", range(n, n + 1))[0]
+            numbers = token_files.windows_of(config, "train", range(n, n + 1))[0]
             now["windows"][str(n)] = f"{numbers[:4]} ... {show(numbers)}"
     return now | ray.get(traced)
 
