@@ -15,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -94,11 +94,17 @@ def describe(config, tokenize: Callable) -> dict:
     }
 
 
-def hash_of_tokens(texts: list[str], tokenize: Callable, config) -> str:
+def hash_of_tokens(texts: Sequence[str], tokenize: Callable, config) -> str:
     """What tells the tokens that `tokenize` makes of some texts from others."""
-    rows = {"text": np.array(texts, object), "split": np.array([""] * len(texts))}
-    found = [bytes(document) for document in tokenize(rows, config)["tokens"]]
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+    hashed = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        rows = {"text": np.array([text], object), "split": np.array([""])}
+        try:
+            found = [bytes(document) for document in tokenize(rows, config)["tokens"]]
+        except Exception as error:  # it may know fewer characters than `SAMPLES` have
+            found = type(error).__name__
+        hashed.update(repr(found).encode())
+    return hashed.hexdigest()
 
 
 def versions(config) -> dict:
@@ -107,16 +113,15 @@ def versions(config) -> dict:
     Raises:
         ConnectionError, FileNotFoundError, ValueError: as `find_files` does.
     """
-    name = config.dataset.removeprefix(HUB)
-    if not in_files(config.dataset) and not os.path.isdir(name):
-        return {}
-    system, files, _ = find_files(name)
-    local = isinstance(system, LocalFileSystem)
-    found = map(token_files.file_digest if local else system.ukey, files)
-    return {
-        "files": len(files),
-        "digest": zlib.crc32("".join(map(str, found)).encode()),
-    }
+    version = token_files.file_digest
+    if in_files(config.dataset):
+        system, files, _ = find_files(config.dataset)
+        version = version if isinstance(system, LocalFileSystem) else system.ukey
+    else:
+        folder = Path(config.dataset.removeprefix(HUB))  # if it is one
+        files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
+    contents = "".join(str(version(file)) for file in files).encode()
+    return {"files": len(files), "digest": zlib.crc32(contents)} if files else {}
 
 
 def read(config) -> ray.data.Dataset:
@@ -193,9 +198,10 @@ def texts_in(system, path: str, column: str) -> Iterator[str]:
         if not count and "json" in kind:
             raise ValueError("it is empty")
     except Exception as error:  # a store's may be of any kind
+        said = str(error) or repr(error)
         where = f", with text in the column {column!r}, which text_column names"
         raise ValueError(
-            f"dataset: {path} can't be read after {count} documents: {error!r:.300}. "
+            f"dataset: {path} can't be read after {count} documents: {said:.300}. "
             f"Expected {FORMATS[kind]}{where * (kind != '.txt')}. Mend it, leave it out, or, "
             "if it is the disk or the store that gave no more of it, try again"
         ) from error
@@ -494,8 +500,11 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
             f"val_fraction: {fraction} of {bar.n} documents leaves none to {lacking}, or "
             "bring more documents"
         )
-    if since and names:  # max_documents ended within a file
-        files[names[len(files)]] = since
+    absent = [file for file in names if file not in files]
+    if config.max_documents:  # which may end within a file
+        files |= {file: since for file in absent[: bool(since)]}
+    elif lost := [file for file in absent if since or kind_of(file) != ".parquet"]:
+        raise ValueError(f"dataset: of {lost[0]}, no document arrived, or not all")
     return {"documents": bar.n, "tokens": tokens, "files": files}
 
 

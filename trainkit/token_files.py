@@ -194,7 +194,7 @@ def check(config) -> dict:
             chunks = range(0, len(tokens), 2**26)
             largest = (int(tokens[start : start + 2**26].max()) for start in chunks)
             last = max(last, *largest)
-        if last >= config.vocab_size or not ours and last < config.vocab_size // 8:
+        if last >= config.vocab_size or not ours and last < config.vocab_size // 64:
             raise ValueError(
                 f"{path} may hold token ids up to {last}, but vocab_size is "
                 f"{config.vocab_size}: set it, and tokenizer, to what made the tokens (such "
