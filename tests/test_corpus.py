@@ -330,13 +330,15 @@ def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
 
 def test_what_the_hub_lacks(small, tmp_path, monkeypatch):
     folder = hub_folder(tmp_path, test=STORIES)
-    with pytest.raises(ValueError, match=r"dataset: .*splits \['test'\]"):
+    with pytest.raises(ConnectionError, match=r"dataset: .*splits \['test'\]"):
         trainkit.corpus.load(small(dataset=folder))
     folder = hub_folder(tmp_path / "2", train=[["a", None]])
-    with pytest.raises(ValueError, match="dataset: 1 documents in .* have no text"):
+    with pytest.raises(
+        ValueError, match="expected a column 'text' of strings, without gaps"
+    ):
         trainkit.corpus.load(small(dataset=folder))
     with pytest.raises(
-        ValueError, match="text_column: expected a column 'body' of str"
+        ValueError, match="text_column: expected a column 'body' of strings"
     ):
         trainkit.corpus.load(small(dataset=folder, text_column="body"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -353,13 +355,9 @@ def test_split_is_a_division(small):
     assert sorted([*parts["train"]["text"], *parts["val"]["text"]]) == sorted(texts)
     again = trainkit.corpus.split(documents, small(val_fraction=0.08, seed=1))
     assert again["val"]["text"] == parts["val"]["text"]  # validation never moves
-    two = {"train": documents["train"].select([0, 1])}
-    with pytest.raises(
-        ValueError, match="val_fraction: 0.9 of 2 documents leaves none"
-    ):
-        trainkit.corpus.split(two, small(val_fraction=0.9))
-    one = {"train": documents["train"].select([0])}
-    assert [*trainkit.corpus.split(one, small())] == [""]  # `write` cuts it
+    for size in (1, 2):  # `write` divides them, or says what is wrong
+        few = {"train": documents["train"].select(range(size))}
+        assert [*trainkit.corpus.split(few, small(val_fraction=0.9))] == [""]
 
 
 def test_builtin_text_needs_no_files(small):

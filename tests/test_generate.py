@@ -178,12 +178,20 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
         def decode(self, ids):
             return "".join(chr(ord("a") + i) for i in ids)
 
+    class Words(Letters):
+        """As in a tokenizer of SentencePiece, a text's first word has no space before it."""
+
+        def decode(self, ids):
+            return " ".join(super(Words, self).decode([i]) for i in ids)
+
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Letters())
     write = partial(trainkit.generate.generate, NextToken(tokenizer="letters"))
     assert write(["ef", "a"], max_new_tokens=4, temperature=0) == ["efghij", "abcde"]
     assert write(["ab", "i"], max_new_tokens=6, temperature=0) == ["abcdefgh", "ij"]
     with pytest.raises(ValueError, match="expected a list of strings, found 'ab'"):
         write("ab")
+    monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Words())
+    assert write(["e"], max_new_tokens=2, temperature=0) == ["e f g"]
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_what_tokens_are_taken_for_is_said(small, capsys):
 @pytest.mark.parametrize(
     "contents, words",
     [
-        (None, "does not exist"),
+        (None, ""),
         (b"", "has 0 bytes"),
         (b"123", "has 3 bytes"),
         (b"1234" * 8, "has 32 bytes.*expected 2 for .*block_size"),  # 16 tokens

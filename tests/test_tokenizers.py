@@ -238,7 +238,7 @@ def test_a_tokenizer_only_tokenizes(tmp_path, more):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"normalizer": {"type": "Lowercase"}}, "makes .* of the text .* HOW"),
+        ({"normalizer": {"type": "Lowercase"}}, "makes .* on h.* of the text .* on H"),
         ({"normalizer": {"type": "NFKD"}}, "makes .* of the text 'Ça coûte"),
         (
             {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
@@ -321,7 +321,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch, has_it):
         found = trainkit.tokenizers.find_file("someone/tokenizer")
         assert found == tmp_path / "tokenizer.json"
     else:
-        with pytest.raises(FileNotFoundError, match="someone/tokenizer on the hub has"):
+        with pytest.raises(ConnectionError, match="someone/tokenizer.*hub has no such"):
             trainkit.tokenizers.find_file("someone/tokenizer")
     patterns = ["tokenizer.json", "tokenizer_config.json"]
     assert asked == [("someone/tokenizer", patterns)]

@@ -36,7 +36,6 @@ FORMATS = {
     ".jsonl": "a JSON object in each line",
     ".parquet": "Parquet",
 }
-STRINGS = ("string", "large_string")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hub:"  # before a folder that has the form of a dataset of the hub
 SPLIT_SEED = 2357  # nanoGPT's
@@ -319,14 +318,12 @@ def load(config) -> dict[str, datasets.Dataset]:
         splits = load_from_hub(config)
     column, most, parts = config.text_column, config.max_documents, {}
     for name, documents in splits.items():
-        if getattr(documents.features.get(column), "dtype", "") not in STRINGS:
+        kind = getattr(documents.features.get(column), "dtype", None)
+        strings = kind in ("string", "large_string")
+        if not strings or documents.data.column(column).null_count:
             raise ValueError(
-                f"text_column: expected a column {column!r} of strings in {config.dataset}, "
-                f"found {documents.features}"
-            )
-        if empty := documents.data.column(column).null_count:
-            raise ValueError(
-                f"dataset: {empty} documents in {config.dataset} have no text"
+                f"text_column: expected a column {column!r} of strings, without gaps, in "
+                f"{config.dataset}, found {documents.features}"
             )
         documents = documents.select_columns([column])
         documents = (
@@ -353,7 +350,7 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     With `max_documents`, no more is downloaded than the files in which these stand.
 
     Raises:
-        ConnectionError: with what else to do.
+        ConnectionError: with what is wrong, and what else to do.
     """
     name, most = config.dataset.removeprefix(HUB), config.max_documents
     cache = f"{config.data_dir}-download"  # which every node sees
@@ -366,11 +363,14 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
             found = datasets.load_dataset(name, split=split, **options)
             if most:  # `found.take` would open the next file, too
                 found = datasets.Dataset.from_generator(
-                    lambda stream=found: itertools.islice(stream, most),
+                    iter_rows,
+                    gen_kwargs={"stream": found, "most": most},
                     features=found.features,
                     cache_dir=cache,
                 )
             parts[split] = found
+        if "train" not in parts:
+            raise ValueError(f"it has the splits {names}, and none is named 'train'")
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
@@ -378,32 +378,25 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
             ".jsonl, or .parquet files, or put a train.bin and a val.bin in "
             f"{config.data_dir}."
         ) from error
-    if "train" not in parts:
-        raise ValueError(
-            f"dataset: {name} has the splits {names}, but training needs one named 'train'"
-        )
     return parts
+
+
+def iter_rows(stream: datasets.IterableDataset, most: int) -> Iterator[dict]:
+    """The first rows of a stream, by a name by which the cache knows them."""
+    return itertools.islice(stream, most)
 
 
 def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dataset]:
     """The documents to train on, "train", and to validate with, "val".
 
-    A dataset that has no split named "validation" is divided as nanoGPT divides it; one that
-    is a single document is left to `write`, under the name "".
-
-    Raises:
-        ValueError: there are too few.
+    A dataset that has no split named "validation" is divided as nanoGPT divides it, unless it
+    has too few documents for that: these are left to `write`, under the name "".
     """
     documents = splits["train"]
     if "validation" in splits:
         return {"train": documents, "val": splits["validation"]}
-    if len(documents) == 1:
-        return {"": documents}
     if math.ceil(config.val_fraction * len(documents)) >= len(documents):
-        raise ValueError(
-            f"val_fraction: {config.val_fraction} of {len(documents)} documents leaves none "
-            "to train on; set it lower, or bring more documents"
-        )
+        return {"": documents}
     parts = documents.train_test_split(
         test_size=config.val_fraction, seed=SPLIT_SEED, shuffle=True
     )

@@ -126,11 +126,6 @@ def open_tokens(config, split: str) -> np.ndarray:
         FileNotFoundError, ValueError: the file cannot be trained on.
     """
     path = path_of(config, split)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; delete what is left of {path.parent}, if anything, "
-            "and run prepare_dataset(config)"
-        )
     size, each = path.stat().st_size, np.dtype(config.token_dtype).itemsize
     if size % each or size // each <= config.block_size:
         raise ValueError(

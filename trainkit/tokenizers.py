@@ -212,12 +212,11 @@ def download(name: str) -> Path:
     try:
         files = ["tokenizer.json", "tokenizer_config.json"]
         path = Path(snapshot_download(name, allow_patterns=files)) / "tokenizer.json"
+        path.stat()
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(tiktoken.list_encoding_names()))
         raise ConnectionError(
             f"tokenizer: {name!r} is no file or folder, no encoding of tiktoken ({known}), "
-            f"and can't be had from the Hugging Face hub ({error!s:.300})"
+            f"and the Hugging Face hub has no such tokenizer.json ({error!s:.300})"
         ) from error
-    if not path.is_file():
-        raise FileNotFoundError(f"tokenizer: {name} on the hub has no tokenizer.json")
     return path
