@@ -48,8 +48,8 @@ def own_memory() -> int:
 
 def our_batches(tutorial, config):
     """The windows of a whole run, read as the training loop reads them."""
-    for steps in trainkit.token_files.cut_steps(config, range(config.max_steps)):
-        numbers = trainkit.token_files.window_numbers(config, "train", steps)
+    steps = range(config.max_steps)
+    for numbers in trainkit.token_files.window_numbers(config, "train", steps):
         dataset = tutorial.make_token_dataset(config, "train", numbers)
         yield from dataset.iter_batches(batch_size=1, prefetch_batches=2)
 

@@ -144,7 +144,7 @@ def measure(way: str, folder: Path) -> dict:
     )
     places, fraction = range(len(documents)), config.val_fraction
     documents = documents.select(
-        [n for n in places if not trainkit.token_files.is_val(n, fraction)]
+        [n for n in places if not trainkit.corpus.is_val(n, fraction)]
     )
     if way == "ours":
         start_ray("local", num_cpus=CORES)
@@ -203,7 +203,12 @@ def watch_driver(gigabytes: float, writer: bool, folder: Path) -> list[list[str]
         tokenized.write_parquet(str(folder / "tokenized"))
         again = ray.data.read_parquet(str(folder / "tokenized"))
         other = dataclasses.replace(config, data_dir=str(folder / "again"))
-        rows += [watch("writing", lambda: trainkit.token_files.write(other, again, {}))]
+        rows += [
+            watch(
+                "writing",
+                lambda: trainkit.corpus.write(other, again, tutorial.tokenize),
+            )
+        ]
     return rows
 
 

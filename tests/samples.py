@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax.extend.core
@@ -84,6 +85,7 @@ class Rows(NamedTuple):
     """As much of a `ray.data.from_numpy` as a cluster isn't needed for."""
 
     parts: list[np.ndarray]
+    context: SimpleNamespace
     read: Callable[[dict], dict] = dict
 
     def map_batches(self, read, batch_size=None):
@@ -99,7 +101,8 @@ class Rows(NamedTuple):
 
 def without_a_cluster(monkeypatch) -> None:
     """Let datasets be read in this process."""
-    monkeypatch.setattr("ray.data.from_numpy", Rows)
+    context = SimpleNamespace(execution_options=SimpleNamespace())
+    monkeypatch.setattr("ray.data.from_numpy", lambda parts: Rows(parts, context))
 
 
 def add_from_guide(tutorial, name: str) -> None:

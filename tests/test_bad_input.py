@@ -4,14 +4,13 @@ import json
 import re
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import ray.train
 from safetensors.numpy import save_file
 
 import trainkit.checkpoints
-import trainkit.corpus
+import trainkit.config
 import trainkit.generate
 import trainkit.huggingface
 import trainkit.token_files
@@ -28,13 +27,15 @@ def test_documents_without_a_word_make_one_block():
 
 def manifest_of(config, text: str) -> dict | None:
     (Path(config.data_dir) / "manifest.json").write_text(text)
-    return trainkit.token_files.existing(config, {"dataset": "builtin"})
+    return trainkit.token_files.read_manifest(Path(config.data_dir))
 
 
 @pytest.mark.parametrize("text", ["", '{"source": ', "[]", '{"tokens": {}}'])
 def test_manifest_that_is_damaged(small, write_bins, text):
     config = write_bins(small())
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged .* Delete"):
+    with pytest.raises(
+        ValueError, match=r"manifest\.json or what it describes is damaged .* Delete"
+    ):
         manifest_of(config, text)
 
 
@@ -44,7 +45,7 @@ def test_token_file_that_is_cut_off(small, write_bins):
     text = json.dumps({"source": {"dataset": "builtin"}, "tokens": tokens})
     assert manifest_of(config, text)["tokens"] == tokens
     trainkit.token_files.path_of(config, "val").write_bytes(b"12")
-    with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, but .* says 800"):
+    with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, expected 800"):
         manifest_of(config, text)
 
 

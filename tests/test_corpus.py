@@ -1,20 +1,23 @@
-"""Documents: from files of each kind, divided as nanoGPT does, and what is refused."""
+"""Documents: which files are read, what is refused, and what the manifest names."""
 
-import dataclasses
+import contextlib
+import errno
+import gzip
 import http.server
 import json
 import math
 import os
 import re
-import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
-import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import ray
 
 import trainkit.corpus
 import trainkit.token_files
@@ -22,148 +25,77 @@ import trainkit.token_files
 TEXTS = ["first", "second <|endoftext|>", "é 漢字\n\nand more", ""]
 
 
-def write(folder, suffix: str) -> None:
-    """TEXTS in two files; a .txt file holds one document."""
-    if suffix == "txt":
-        for i, text in enumerate(TEXTS):
-            (folder / f"{i}.txt").write_text(text)
-        return
-    for i, part in enumerate((TEXTS[:1], TEXTS[1:])):
-        documents = datasets.Dataset.from_dict({"text": part})
-        writers = {"parquet": documents.to_parquet}
-        writers.get(suffix, documents.to_json)(folder / f"{i}.{suffix}")
+def put(folder: Path, **files: str | bytes) -> Path:
+    """Files of these names, in which __ stands for a slash, and _ before the ending."""
+    for name, contents in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents.encode() if isinstance(contents, str) else contents)
+    return folder
 
 
-@pytest.mark.parametrize("suffix", ["txt", "json", "jsonl", "parquet"])
-def test_files_in_the_order_of_their_names(cluster, small, tmp_path, suffix):
-    """A pattern, or all that a folder holds, here or by a URL; Ray Data reads them."""
-    write(tmp_path, suffix)
-    (tmp_path / ".hidden").write_text("no document")
-    for url in (f"{tmp_path}/*.{suffix}", f"file://{tmp_path}"):
-        config = small(dataset=url)
-        found = rows_of(config)
-        assert [row["text"] for row in found] == TEXTS
-        assert {row["split"] for row in found} == {""}  # their places decide
-        source = trainkit.corpus.describe(config, trainkit.corpus.split)
-        assert source["files"] == len(list(tmp_path.glob("[0-9]*")))
-        few = rows_of(small(dataset=url, max_documents=3))
-        assert [row["text"] for row in few] == TEXTS[:3]
-        next(tmp_path.glob("[0-9]*")).write_text('{"text": "first"}\n ')  # other bytes
-        other = trainkit.corpus.describe(config, trainkit.corpus.split)
-        assert other["digest"] != source["digest"]
-        write(tmp_path, suffix)
+def read_here(config) -> list[str]:
+    """The documents, read in this process as tasks of Ray Data read them."""
+    system, files, _ = trainkit.corpus.find_files(config.dataset)
+    texts = (trainkit.corpus.texts_in(system, f, config.text_column) for f in files)
+    return [text for part in texts for text in part]
 
 
-def test_builtin_text_needs_no_files(small):
-    documents = trainkit.corpus.load(small())["train"]
-    assert len(documents) > 50 and all(documents["text"])
-    assert "files" not in trainkit.corpus.describe(small(), trainkit.corpus.split)
+def tokenize(rows, config) -> dict:
+    """Its letters, if they aren't too many for uint16."""
+    tokens = (np.array([*map(ord, x)], config.token_dtype) for x in rows["text"])
+    return {"split": rows["split"], "tokens": [x.tobytes() for x in tokens]}
 
 
-def test_hub_out_of_reach_names_the_ways_out(small, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConnectionError, match="nobody/nothing.*local .txt.*train.bin"):
-        trainkit.corpus.load(small(dataset="nobody/nothing"))
+@pytest.mark.parametrize("name", ["{}/*.txt", "{}", "file://{}", "file://{}/*.txt"])
+def test_a_link_is_what_it_leads_to(small, tmp_path, name):
+    """In a folder of files, and in one of links, as the cache of the hub has them."""
+    books = put(tmp_path / "books", **{"a.txt": "a", "b.txt": "b", "c.txt": "c"})
+    put(tmp_path, **{"blobs__1": "one", "blobs__2": "two"})
+    for folder in (books, tmp_path / "snapshot"):
+        folder.mkdir(exist_ok=True)
+        for number in (1, 2):
+            (folder / f"x{number}.txt").symlink_to(f"../blobs/{number}")
+    assert read_here(small(dataset=name.format(books))) == ["a", "b", "c", "one", "two"]
+    assert read_here(small(dataset=name.format(tmp_path / "snapshot"))) == [
+        "one",
+        "two",
+    ]
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above/link").symlink_to(books)
+    for pattern in ("above/*/*.txt", "above/**/*.txt", "above"):
+        assert len(read_here(small(dataset=f"{tmp_path}/{pattern}"))) == 5
+    (books / "back").symlink_to(tmp_path)
+    if "*" not in name:  # a pattern can't mean it
+        with pytest.raises(
+            ValueError, match="books/back', which can't be read: a link"
+        ):
+            read_here(small(dataset=name.format(books)))
 
 
-def hub_folder(folder: Path, **splits: list[list[str]]) -> str:
-    """A dataset as it lies on the hub: Parquet files, named by split, in `data`."""
-    (folder / "data").mkdir()
-    for split, files in splits.items():
-        for i, texts in enumerate(files):
-            name = f"data/{split}-{i:05d}-of-{len(files):05d}.parquet"
-            datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / name)
-    return str(folder)
+def test_names_of_files_are_no_splits(small, tmp_path):
+    """To the datasets library, "train" in one of them would mean that the others aren't."""
+    for name, rows in {"photo of a train": 2, "b": 50, "c": 50}.items():
+        texts = [f"{name} {row}" for row in range(rows)]
+        documents = datasets.Dataset.from_dict({"text": texts})
+        documents.to_parquet(tmp_path / f"{name}.parquet")
+    found = read_here(small(dataset=str(tmp_path)))
+    assert len(found) == 102 and found[0] == "b 0" and found[-1] == "photo of a train 1"
 
 
-STORIES = [[f"story {i} of file {k}" for i in range(50)] for k in range(4)]
-
-
-def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
-    """As roneneldan/TinyStories has one, beside four files to train on."""
-    folder = hub_folder(tmp_path, train=STORIES, validation=[["last", "words"]])
-    config = small(dataset=folder)
-    parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
-    assert list(parts["train"]["text"]) == sum(STORIES, [])
-    assert list(parts["val"]["text"]) == ["last", "words"]
-    assert trainkit.corpus.describe(config, trainkit.corpus.split)["files"] == 5
-
-
-def test_folder_of_text_files_is_not_taken_for_one_of_the_hub(cluster, small, tmp_path):
-    """Its lines would pass for documents."""
-    write(tmp_path, "txt")
-    assert texts(small(dataset=str(tmp_path))) == TEXTS
-
-
-def test_dataset_of_the_hub_without_validation_is_divided(small, tmp_path):
-    config = small(dataset=hub_folder(tmp_path, train=STORIES), val_fraction=0.1)
-    parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
-    assert (len(parts["train"]), len(parts["val"])) == (180, 20)
-
-
-def test_first_documents_need_no_more_than_their_files(small, tmp_path):
-    """The files behind them are never opened: here, they are no Parquet."""
-    folder = hub_folder(tmp_path, train=STORIES, validation=[["last", "words"]])
-    for i in (2, 3):
-        path = next(tmp_path.glob(f"data/train-{i:05d}-*"))
-        path.write_bytes(path.read_bytes()[:-99])
-    config = small(dataset=folder, max_documents=70)
-    for _ in range(2):  # the second time, from the cache
-        splits = trainkit.corpus.load(config)
-        assert list(splits["train"]["text"]) == sum(STORIES, [])[:70]
-        assert list(splits["validation"]["text"]) == ["last", "words"]
-    assert (
-        trainkit.corpus.describe(config, trainkit.corpus.split)["max_documents"] == 70
-    )
-    with pytest.raises(ConnectionError, match="dataset: cannot load"):
-        trainkit.corpus.load(small(dataset=folder))  # all of them
-
-
-def test_dataset_without_a_split_to_train_on(small, tmp_path):
-    folder = hub_folder(tmp_path, test=STORIES)
-    with pytest.raises(ValueError, match=r"dataset: .*splits \['test'\]"):
-        trainkit.corpus.load(small(dataset=folder))
-
-
-def test_split_is_a_division(small):
-    """Each document is in one part, in another order for no other reason than the seed."""
-    texts = [str(i) for i in range(100)]
-    documents = datasets.Dataset.from_dict({"text": texts})
-    parts = trainkit.corpus.split({"train": documents}, small(val_fraction=0.08))
-    assert len(parts["val"]) == 8
-    assert sorted([*parts["train"]["text"], *parts["val"]["text"]]) == sorted(texts)
-    again = trainkit.corpus.split(
-        {"train": documents}, small(val_fraction=0.08, seed=1)
-    )
-    assert again["val"]["text"] == parts["val"]["text"]  # validation never moves
-    with pytest.raises(ValueError, match="of 1 documents leaves none to train on"):
-        trainkit.corpus.split({"train": documents.select([0])}, small())
-
-
-def test_tasks_get_eight_megabytes_each():
-    documents = datasets.Dataset.from_dict({"text": ["x" * 2**20] * 40})
-    assert trainkit.corpus.count_blocks(documents) in (5, 6)  # 40 MB and a little
-    part = documents.train_test_split(test_size=10, seed=0)["test"]
-    assert trainkit.corpus.count_blocks(part) == 2
-    assert trainkit.corpus.count_blocks(documents.select([0])) == 1
-
-
-def rows_of(config) -> list[dict]:
-    """What is written, with the text for its tokens."""
-    rows = trainkit.corpus.read(config).rename_columns({"text": "tokens"})
-    found = trainkit.token_files.documents_in(rows)
-    return [{"split": split, "text": text} for split, text in found]
-
-
-def texts(config) -> list[str]:
-    return [row["text"] for row in rows_of(config)]
-
-
-def read_here(path: Path, column: str = "text") -> list[str]:
-    """The documents of a file, read in this process as a task of Ray Data reads them."""
-    is_parquet = path.suffix == ".parquet"
-    with pa.OSFile(str(path)) if is_parquet else pa.input_stream(path) as file:
-        return list(trainkit.corpus.texts_in(file, str(path), column))
+NAMES = {
+    "a1.txt": "plain",
+    "a[1].txt": "bracket",
+    "why!.txt": "no",
+    ".a.txt": "hidden",
+    ".git/a.txt": "hidden",
+    "_temporary/b.txt": "unfinished",
+    "why?.txt": "yes",
+    "Bücher [1].txt": "title",
+    "100% #1 a::b.txt": "signs",
+    "sub/c.txt": "deep",
+    "sub/sub/d.txt": "deeper",
+}
 
 
 @pytest.mark.parametrize(
@@ -174,53 +106,93 @@ def read_here(path: Path, column: str = "text") -> list[str]:
         ("why?.txt", ["yes"]),  # so is this
         ("why*.txt", ["no", "yes"]),
         ("B*r [[]1].txt", ["title"]),
-        ("**/*.txt", ["title", "plain", "bracket", "deep", "deeper", "no", "yes"]),
+        ("100% #1 a::b.txt", ["signs"]),
+        (".git/a.txt", ["hidden"]),
+        (".git/*.txt", ["hidden"]),  # what is named isn't left out
+        ("*/*.txt", ["deep"]),
+        (
+            "**/*.txt",
+            ["signs", "title", "plain", "bracket", "deep", "deeper", "no", "yes"],
+        ),
     ],
 )
 def test_what_the_pattern_matches_is_read_once(
-    cluster, small, tmp_path, monkeypatch, pattern, expected
+    small, tmp_path, monkeypatch, pattern, expected
 ):
-    files = {"a1.txt": "plain", "a[1].txt": "bracket", "why!.txt": "no"}
-    files |= {".a.txt": "hidden", ".git/a.txt": "hidden"}
-    files |= {"why?.txt": "yes", "Bücher [1].txt": "title"}
-    files |= {"sub/c.txt": "deep", "sub/sub/d.txt": "deeper"}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    """In the order of the paths, and with the files that the manifest names."""
+    put(tmp_path, **NAMES)
     monkeypatch.chdir(tmp_path)
     config = small(dataset=pattern)
-    assert sorted(texts(config)) == sorted(expected)
-    found = trainkit.corpus.describe(config, trainkit.corpus.split)
-    assert found["files"] == len(found["names"]) == len(expected)
+    assert read_here(config) == expected
+    assert trainkit.corpus.versions(config)["files"] == len(expected)
+    _, files, left_out = trainkit.corpus.find_files(pattern)
+    if pattern == "**/*.txt":
+        assert [Path(f).name for f in left_out] == [".a.txt", "a.txt", "b.txt"]
+    assert [*files] == sorted(files)
 
 
 @pytest.mark.parametrize(
-    "name, text",
+    "files, name, words",
     [
-        ("a.txt", "words"),
-        ("a.jsonl", '{"text": "words"}\n\n'),
-        ("a.json", '[\n{"text": "words"}]'),
+        ({"a.csv": ""}, "a.csv", r"end in .csv, such as .*a.csv; expected one of .txt"),
+        ({"books.text": ""}, "books.text", "end in .text"),
+        ({"a.csv": "", "a.txt": ""}, "*", "end in .csv, .txt, .* End the pattern in"),
+        (
+            {"a.parquet": "", "README.md": ""},
+            "",
+            "end in .md, .parquet, such as .*README",
+        ),
+        ({}, "books*.text", "no file matches"),
+        ({}, "none/*.txt", "no file matches"),
+        ({"_SUCCESS": "", ".a.txt": ""}, "", "no file matches"),
+        ({b"caf\xe9.txt": ""}, "", r"caf\\udce9.txt', which can't be .* isn't UTF-8"),
+        ({"a.txt": ""}, "nowhere://a/*.txt", "cannot list nowhere.* package"),
+        ({"a.txt": ""}, "file://{}/none/*.txt", "no file matches file"),
     ],
+    ids=str,
 )
-def test_a_byte_order_mark_is_no_text(cluster, small, tmp_path, name, text):
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert texts(small(dataset=str(tmp_path / name))) == ["words"]
+def test_what_cannot_be_taken_is_named(small, tmp_path, files, name, words):
+    for file in files:
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + os.fsencode(file))).touch()
+    name = name.format(tmp_path) if "://" in name else f"{tmp_path}/{name}"
+    with pytest.raises((ValueError, OSError), match=f"dataset: .*{words}"):
+        trainkit.corpus.read(small(dataset=name))
 
 
-def test_what_looks_like_a_date_is_text(cluster, small, tmp_path):
-    """And other columns may hold what they like."""
-    (tmp_path / "a.jsonl").write_text(
-        '{"text": "2026-11-24 12:00:00", "id": 1}\n{"text": "12", "id": "b"}\n'
-    )
-    assert texts(small(dataset=f"{tmp_path}/a.jsonl")) == ["2026-11-24 12:00:00", "12"]
+def test_a_link_that_leads_nowhere_is_named(small, tmp_path):
+    put(tmp_path, **{"a.txt": "a"})
+    (tmp_path / "b.txt").symlink_to("nothing")
+    with pytest.raises(
+        ValueError, match="b.txt', which can't be read: a link that leads"
+    ):
+        trainkit.corpus.read(small(dataset=f"{tmp_path}/*.txt"))
 
 
-def test_a_long_file_is_read_as_a_stream(cluster, small, tmp_path):
-    """In parts of a hundred documents, in order; the last part is shorter."""
-    expected = [f"document {i}" for i in range(1_050)]
-    with (tmp_path / "a.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in expected)
-    assert texts(small(dataset=f"{tmp_path}/a.jsonl")) == expected
+LINE = '{"text": "words"}\n'
+UTF8 = {"errors": None}
+
+
+@pytest.mark.parametrize(
+    "name, contents, expected",
+    [
+        ("a.txt", "\ufeffwords", ["words"]),
+        ("a.jsonl", "\ufeff" + LINE + "\n" + LINE, ["words"] * 2),
+        ("a.json", "\ufeff[\n" + LINE + "]", ["words"]),
+        ("a.json", LINE * 2, ["words"] * 2),
+        ("a.TXT", "one\r\ntwo\r\n", ["one\r\ntwo\r\n"]),
+        ("a.jsonl", LINE.replace("\n", "\r\n") * 3, ["words"] * 3),
+        ("a.jsonl", '{"text": "2026-11-24 12:00:00", "id": 1}\n{"text": "12", "id": "b"}',
+         ["2026-11-24 12:00:00", "12"]),
+        ("a.jsonl", '{"text": "ends in \\u0000"}', ["ends in \0"]),
+        ("a.jsonl.gz", gzip.compress(LINE.encode()) * 2, ["words"] * 2),  # two members
+        ("a.txt.gz", gzip.compress(b"one ") + gzip.compress(b"text"), ["one text"]),
+        ("a.jsonl.zst", pa.compress(LINE.encode() * 2, "zstd", asbytes=True), ["words"] * 2),
+        ("a.txt", "", [""]),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_file(small, tmp_path, name, contents, expected):
+    put(tmp_path, **{name: contents})
+    assert read_here(small(dataset=f"{tmp_path}/{name}")) == expected
 
 
 LIST = "a list of JSON objects, or one in each line"
@@ -229,55 +201,30 @@ LIST = "a list of JSON objects, or one in each line"
 @pytest.mark.parametrize(
     "name, contents, words",
     [
-        (
-            "a.jsonl",
-            "",
-            "after 0 documents: it is empty. Expected a JSON object in each",
-        ),
-        ("a.json", "[]", f"it is empty. Expected {LIST}"),
+        ("a.jsonl", "", "after 0 documents: .*it is empty.* Expected a JSON object in each"),
+        ("a.json", "[]", f"it is empty.* Expected {LIST}"),
         ("a.json", '[{"text": "a"}, {"te', f"Unterminated .*line 1.* Expected {LIST}"),
-        ("a.json", "3", f"found 3. Expected {LIST}"),
-        ("a.jsonl", '{"text": "a"}\n{"te', "after 1 documents: Unterminated.* in each"),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"text": {"b": 1}}\n',
-            "1 documents: found {'b': 1}",
-        ),
-        (
-            "a.jsonl",
-            '{"text": 3}\n',
-            "found 3 .*text in the column 'text', which text_c",
-        ),
-        ("a.jsonl", '{"text": "a"}\n{"text": null}\n', "1 documents: found None"),
+        ("a.json", "3", f"found 3.* Expected {LIST}"),
+        ("a.jsonl", '{"text": "a"}\n{"te', "after 1 documents: .*Unterminated.* in each"),
+        ("a.jsonl", '{"text": "a"}\n{"text": {"b": 1}}\n', "1 documents: .*found {'b': 1}"),
+        ("a.jsonl", '{"text": 3}\n', "found 3 .*text in the column 'text', which text_c"),
+        ("a.jsonl", '{"text": "a"}\n{"text": null}\n', "1 documents: .*found None"),
         ("a.jsonl", '{"body": "a"}\n', r"found None in one of the columns \['body'\]"),
         ("a.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
         ("a.jsonl", b'{"text": "\xff"}\n', "can't decode byte 0xff in position 10"),
-        (
-            "a.txt",
-            b"PK\x03\x04\xff",
-            "byte 0xff in position 4.* Expected UTF-8 text. Mend",
-        ),
+        ("a.txt", b"PK\x03\x04\xff", "byte 0xff in position 4.* Expected UTF-8 text. Mend"),
         ("a.parquet", b"PAR1", "a.parquet can't be read .*Expected Parquet"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz can't be read after 0"),
+        ("a.txt.gz", gzip.compress(b"text" * 999)[:-9], "a.txt.gz can't be read after 0"),
     ],
-)
-def test_unusable_files_are_named(tmp_path, name, contents, words):
-    data = contents if isinstance(contents, bytes) else contents.encode()
-    (tmp_path / name).write_bytes(data)
+)  # fmt: skip
+def test_unusable_files_are_named(small, tmp_path, name, contents, words):
+    put(tmp_path, **{name: contents})
     with pytest.raises(ValueError) as error:
-        read_here(tmp_path / name)
+        read_here(small(dataset=f"{tmp_path}/{name}"))
     message = str(error.value)
     assert message.startswith(f"dataset: {tmp_path}/{name} can't be read after ")
     assert re.search(words, message), message
-
-
-def test_what_a_task_finds_wrong_is_said_here(cluster, small, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"te')
-    words = (
-        f"^dataset: {tmp_path}/a.jsonl can't be read after 1 documents: Unterminated"
-    )
-    with pytest.raises(ValueError, match=words):
-        texts(small(dataset=f"{tmp_path}/a.jsonl"))
 
 
 class BreaksOff(http.server.BaseHTTPRequestHandler):
@@ -296,148 +243,330 @@ class BreaksOff(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_breaks_off_is_not_the_files_fault():
-    """A connection that ends is said as one: nobody is told to mend the file."""
+def test_a_store_that_breaks_off_may_be_tried_again(small):
     with http.server.HTTPServer(("127.0.0.1", 0), BreaksOff) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
-        with (
-            fsspec.open(url) as file,
-            pytest.raises(ConnectionError, match="a.jsonl can't be read further") as e,
-        ):
-            list(trainkit.corpus.texts_in(file, "a.jsonl", "text"))
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl?download=true"
+        with pytest.raises(ValueError, match="a.jsonl.* can't be read .* try again"):
+            read_here(small(dataset=url))
         server.shutdown()
-    assert "Check the disk or the store" in str(e.value)
-    assert "Mend" not in str(e.value)
 
 
-def test_parquet_with_other_columns(tmp_path):
+def test_parquet_with_other_columns(small, tmp_path):
     """Only the column is read: the others may be large."""
     table = pa.table({"body": ["some", "more"], "title": ["one", None]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    assert read_here(tmp_path / "a.parquet", "body") == ["some", "more"]
+    config = small(dataset=f"{tmp_path}/a.parquet", text_column="body")
+    assert read_here(config) == ["some", "more"]
     for column, words in {
-        "text": r"after 0 documents: found None in one of the columns \['body', 'title'\]",
-        "title": r"after 1 documents: found None in one of the columns \['title'\]",
+        "text": r"after 0 .*found None in one of the columns \['body', 'title'\]",
+        "title": r"after 1 .*found None in one of the columns \['title'\]",
     }.items():
         with pytest.raises(ValueError, match=words):
-            read_here(tmp_path / "a.parquet", column)
+            read_here(small(dataset=config.dataset, text_column=column))
 
 
-def test_the_column_is_part_of_what_tokens_are_made_from(small, tmp_path):
-    """But the usual one isn't said, as in manifests of before there was a choice."""
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "body": "b"}\n')
-    for column, said in ({"text": False, "body": True}).items():
-        config = small(dataset=f"{tmp_path}/a.jsonl", text_column=column)
-        source = trainkit.corpus.describe(config, trainkit.corpus.split)
-        assert ("text_column" in source) == said
+# The hub.
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("a.csv", "files that end in .csv; expected one of .txt"),
-        ("books.text", "files that end in .text; expected"),
-        ("*", "files that end in .csv, .text, .txt; expected .* End the pattern in"),
-    ],
-)
-def test_files_of_other_kinds_are_named(small, tmp_path, name, words):
-    for file in ("a.csv", "books.text", "a.txt"):
-        (tmp_path / file).write_text("a")
-    with pytest.raises(ValueError, match=f"dataset: .*{words}"):
-        trainkit.corpus.read(small(dataset=f"{tmp_path}/{name}"))
+def hub_folder(folder: Path, **splits: list[list[str]]) -> str:
+    """A dataset as it lies on the hub: Parquet files, named by split, in `data`."""
+    (folder / "data").mkdir(parents=True)
+    for split, files in splits.items():
+        for i, texts in enumerate(files):
+            name = f"data/{split}-{i:05d}-of-{len(files):05d}.parquet"
+            datasets.Dataset.from_dict({"text": texts}).to_parquet(folder / name)
+    return f"hub:{folder}"
 
 
-@pytest.mark.parametrize("name", ["books*.text", "/no/such/books.text", "none/*.txt"])
-def test_a_pattern_is_no_name_of_a_dataset(small, name):
-    with pytest.raises(FileNotFoundError, match="dataset: no file matches"):
-        trainkit.corpus.read(small(dataset=name))
+STORIES = [[f"story {i} of file {k}" for i in range(50)] for k in range(4)]
 
 
-def test_a_fraction_that_leaves_nothing_is_refused(small):
-    two = datasets.Dataset.from_dict({"text": ["a", "b"]})
+def parts_of(config) -> dict[str, list[str]]:
+    parts = trainkit.corpus.split(trainkit.corpus.load(config), config)
+    return {name: list(part["text"]) for name, part in parts.items()}
+
+
+def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
+    """As roneneldan/TinyStories has one, beside four files to train on."""
+    folder = hub_folder(tmp_path / "a", train=STORIES, validation=[["last", "words"]])
+    config = small(dataset=folder)
+    assert parts_of(config) == {"train": sum(STORIES, []), "val": ["last", "words"]}
+    assert trainkit.corpus.versions(config)["files"] == 5
+    assert len(read_here(small(dataset=folder.removeprefix("hub:")))) == 202  # no sign
+
+
+def test_first_documents_need_no_more_than_their_files(small, tmp_path):
+    """The files behind them are never opened: here, they are no Parquet."""
+    folder = hub_folder(tmp_path, train=STORIES, validation=[["last", "words"]])
+    for i in (2, 3):
+        path = next(tmp_path.glob(f"data/train-{i:05d}-*"))
+        path.write_bytes(path.read_bytes()[:-99])
+    found = parts_of(small(dataset=folder, max_documents=70))
+    assert found == {"train": sum(STORIES, [])[:70], "val": ["last", "words"]}
+    with pytest.raises(ConnectionError, match="dataset: cannot load"):
+        trainkit.corpus.load(small(dataset=folder))  # all of them
+
+
+def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
+    """As wikitext has wikitext-2-raw-v1 and wikitext-103-raw-v1."""
+    for name in ("two", "three"):
+        hub_folder(tmp_path / name, train=[[f"{name} {i}" for i in range(4)]])
+    configs = "\n".join(
+        f"- config_name: {name}\n  data_files: {name}/data/*"
+        for name in ("two", "three")
+    )
+    put(tmp_path, **{"README.md": f"---\nconfigs:\n{configs}\n---\n"})
+    config = small(dataset=f"hub:{tmp_path}", dataset_config="three", val_fraction=0.5)
+    found = parts_of(config)
+    assert sorted(found["train"] + found["val"]) == [f"three {i}" for i in range(4)]
+    assert trainkit.corpus.describe(config, tokenize)["dataset_config"] == "three"
+    with pytest.raises(ConnectionError, match="(?s)two.*three.*dataset_config"):
+        trainkit.corpus.load(small(dataset=f"hub:{tmp_path}"))
+    files = small(dataset=f"{tmp_path}/two/data", dataset_config="two")
+    with pytest.raises(ValueError, match="dataset_config: only a dataset of the hub"):
+        trainkit.corpus.read(files)
+
+
+def test_what_the_hub_lacks(small, tmp_path, monkeypatch):
+    folder = hub_folder(tmp_path, test=STORIES)
+    with pytest.raises(ConnectionError, match=r"dataset: .*splits \['test'\]"):
+        trainkit.corpus.load(small(dataset=folder))
+    folder = hub_folder(tmp_path / "2", train=[["a", None]])
     with pytest.raises(
-        ValueError, match="val_fraction: 0.9 of 2 documents leaves none"
+        ValueError, match="expected a column 'text' of strings, without gaps"
     ):
-        trainkit.corpus.split({"train": two}, small(val_fraction=0.9))
+        trainkit.corpus.load(small(dataset=folder))
+    with pytest.raises(
+        ValueError, match="text_column: expected a column 'body' of strings"
+    ):
+        trainkit.corpus.load(small(dataset=folder, text_column="body"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="nobody/nothing.*local .txt.*train.bin"):
+        trainkit.corpus.load(small(dataset="nobody/nothing"))
 
 
-def test_tokens_of_a_url_outlive_its_files(cluster, small, tmp_path, tutorial, capsys):
-    """As those of local files do; without tokens, there is nothing to go on with."""
-    text = tmp_path / "text"
-    text.mkdir()
-    write(text, "jsonl")
-    config = small(dataset=f"file://{text}", data_dir=str(tmp_path / "data"))
-    config = dataclasses.replace(config, val_fraction=0.5)
-    made = tutorial.prepare_dataset(config)
-    shutil.rmtree(text)
-    assert tutorial.prepare_dataset(config) == made
-    assert "are used as they are" in capsys.readouterr().out
-    elsewhere = dataclasses.replace(config, data_dir=str(tmp_path / "other"))
-    with pytest.raises(FileNotFoundError, match="no file matches"):
-        tutorial.prepare_dataset(elsewhere)
+def test_split_is_a_division(small):
+    """Each document is in one part, in another order for no other reason than the seed."""
+    texts = [str(i) for i in range(100)]
+    documents = {"train": datasets.Dataset.from_dict({"text": texts})}
+    parts = trainkit.corpus.split(documents, small(val_fraction=0.08))
+    assert len(parts["val"]) == 8
+    assert sorted([*parts["train"]["text"], *parts["val"]["text"]]) == sorted(texts)
+    again = trainkit.corpus.split(documents, small(val_fraction=0.08, seed=1))
+    assert again["val"]["text"] == parts["val"]["text"]  # validation never moves
+    for size in (1, 2):  # `write` divides them, or says what is wrong
+        few = {"train": documents["train"].select(range(size))}
+        assert [*trainkit.corpus.split(few, small(val_fraction=0.9))] == [""]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "txt.gz"])
-def test_compressed_files_with_a_column_of_another_name(
-    cluster, small, tmp_path, suffix
-):
-    for number in range(3):
-        with pa.output_stream(str(tmp_path / f"{number}.{suffix}")) as file:
-            if suffix == "txt.gz":
-                file.write(f"{number} {TEXTS[2]}".encode())
-                continue
-            for text in TEXTS:
-                line = {"body": f"{number} {text}", "n": 1}
-                file.write(json.dumps(line).encode() + b"\n")
-    config = small(dataset=f"file://{tmp_path}/*.{suffix}", text_column="body")
-    wanted = TEXTS[2:3] if suffix == "txt.gz" else TEXTS
-    expected = [f"{number} {text}" for number in range(3) for text in wanted]
-    assert [row["text"] for row in rows_of(config)] == expected
-    found = trainkit.corpus.describe(config, trainkit.corpus.split)
-    assert found["text_column"] == "body"
-    if suffix != "txt.gz":
-        words = r"found None in one of the columns \['body', 'n'\]"
-        with pytest.raises(ValueError, match=words):
-            rows_of(small(dataset=config.dataset))
+def test_builtin_text_needs_no_files(small):
+    documents = trainkit.corpus.load(small())["train"]
+    assert len(documents) > 50 and all(documents["text"])
+    assert trainkit.corpus.versions(small()) == {}
+
+
+# Writing, and what is there already.
+
+
+class Documents:
+    """A dataset of tokenized documents, in batches of (split, tokens)."""
+
+    def __init__(self, *batches, error=None):
+        self.batches, self.error = batches, error
+        self.context = SimpleNamespace(execution_options=SimpleNamespace())
+
+    def iter_batches(self, batch_size):
+        for batch in self.batches:
+            splits, documents = zip(*batch)
+            tokens = [np.array(ids, np.uint16).tobytes() for ids in documents]
+            yield {"split": splits, "tokens": tokens}
+        assert self.context.execution_options.preserve_order
+        if self.error:
+            raise self.error
+
+
+@pytest.fixture
+def write(small):
+    """Writes documents into the data_dir of a small configuration; returns both."""
+
+    def write(*batches, error=None, **changes):
+        changes = {"vocab_size": 50_257, "block_size": 1, "eval_steps": 1} | changes
+        config = small(**changes, batch_size=1)
+        documents = Documents(*batches, error=error)
+        return config, trainkit.corpus.write(config, documents, tokenize)
+
+    return write
+
+
+def tokens_in(config) -> list[list[int]]:
+    paths = [trainkit.token_files.path_of(config, split) for split in ("train", "val")]
+    return [np.fromfile(path, np.uint16).tolist() for path in paths]
+
+
+def test_documents_go_where_their_split_says(write):
+    batches = [("val", [1, 2]), ("train", [3])], [("train", [4, 5, 6])]
+    config, manifest = write(*batches)
+    assert tokens_in(config) == [[3, 4, 5, 6], [1, 2]]
+    assert manifest["documents"] == 3 and manifest["tokens"] == {"train": 4, "val": 2}
+    assert (
+        manifest["source"]["dataset"] == "builtin"
+        and len(manifest["first"]["texts"]) > 50
+    )
+    text = (Path(config.data_dir) / "manifest.json").read_text()
+    assert json.loads(text) == manifest
+    assert trainkit.corpus.existing(config, tokenize) == manifest
+
+
+def test_documents_of_files_are_counted(write, tmp_path):
+    """Half of them are for validation: the first, the third, and the fifth."""
+    files = [f"{tmp_path}/{name}.jsonl" for name in "abc"]
+    put(tmp_path, **{f"{name}.jsonl": LINE * 2 for name in "abc"})
+    rows = [("", [1, 9]), (f"2 documents in {files[0]}", [2, 9])]
+    rows += [("", [3, 9]), (f"2 documents in {files[1]}", [4, 9]), ("", [5, 9])]
+    config = {"dataset": f"{tmp_path}/*.jsonl", "val_fraction": 0.5}
+    found, manifest = write(rows, **config, max_documents=5)
+    assert tokens_in(found) == [[2, 9, 4, 9], [1, 9, 3, 9, 5, 9]]
+    assert manifest["files"] == dict(zip(files, (2, 2, 1)))
+    for wrong in (rows[1:], rows[::-1], [*rows[:2], *rows[1:]]):
+        with pytest.raises(
+            ValueError, match="jsonl has 2 documents, and tokenize gave"
+        ):
+            write(wrong, data_dir=f"{tmp_path}/other", **config)
+
+
+def test_a_file_of_which_nothing_came(write, tmp_path):
+    put(tmp_path, **{f"{name}.jsonl": LINE * 2 for name in "ab"})
+    rows = [("", [1, 9]), (f"2 documents in {tmp_path}/a.jsonl", [2, 9])]
+    with pytest.raises(ValueError, match="b.jsonl.* no document"):
+        write(rows, dataset=str(tmp_path), val_fraction=0.5)
+
+
+def test_the_end_of_a_single_document_is_for_validation(write, tmp_path):
+    put(tmp_path, **{"input.txt": "To be or not"})
+    path, ids = f"{tmp_path}/input.txt", [*range(1, 22)]
+    rows = [(f"1 documents in {path}", ids)]
+    config, manifest = write(rows, dataset=path, val_fraction=0.1)
+    assert tokens_in(config) == [ids[:18], ids[18:]]
+    assert manifest["tokens"] == {"train": 18, "val": 3}
+    assert manifest["files"] == {path: 1} and manifest["documents"] == 1
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_without_documents_is_refused(write, split):
+    with pytest.raises(
+        ValueError, match="val_fraction: 0.25 of 3 documents leaves none"
+    ):
+        write([(split, [1])] * 3, val_fraction=0.25)
 
 
 @pytest.mark.parametrize(
-    "url, words",
-    [
-        ("file://{}/none/*.jsonl", "no file matches file"),
-        ("nowhere://{}/*.jsonl", "cannot list nowhere.* package"),
-    ],
+    "number, words",
+    [(errno.ENOSPC, "data_dir: the disk of .* has no"), (errno.EIO, "cable")],
 )
-def test_what_a_url_cannot_name(small, tmp_path, url, words):
-    with pytest.raises((FileNotFoundError, ConnectionError), match=f"dataset: {words}"):
-        trainkit.corpus.read(small(dataset=url.format(tmp_path)))
+def test_a_disk_that_is_full_says_what_helps(write, small, number, words):
+    documents = [("train", [1]), ("val", [2])]
+    with pytest.raises(OSError, match=words) as error:
+        write(documents, error=OSError(number, "broken cable"))
+    assert error.value.errno == number
+    folder = Path(small().data_dir)
+    assert not folder.exists() and not [*folder.parent.glob("*.partial*")]
 
 
-@pytest.mark.parametrize("fraction", [0.0005, 0.1, 0.25, 0.9])
+def test_what_a_task_of_ours_says_is_said(write):
+    """Ray gives the task's error as text."""
+
+    def task_error(text):
+        return ray.exceptions.RayTaskError("read", f"Traceback\n{text}\n", Exception())
+
+    said = task_error("ConnectionError: tokenizer: no vocabulary here")
+    with pytest.raises(ConnectionError, match="^tokenizer: no vocabulary here$"):
+        write([("train", [1])], error=said)
+    with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
+        write([("train", [1])], error=task_error("KeyError: 'x'"))
+
+
+def capitals(rows, config) -> dict:
+    return tokenize({**rows, "text": [text.upper() for text in rows["text"]]}, config)
+
+
+def first_letters(rows, config) -> dict:
+    return tokenize({**rows, "text": [text[:900] for text in rows["text"]]}, config)
+
+
+def other_to_be(rows, config) -> dict:
+    texts = [text.replace("to be", "2b") for text in rows["text"]]
+    return tokenize({**rows, "text": texts}, config)
+
+
+@pytest.mark.parametrize("changed", [capitals, first_letters, other_to_be])
+def test_another_tokenize_is_another_source(write, tmp_path, changed):
+    """Seen in fixed texts, or in the first documents."""
+    put(tmp_path, **{"a.txt": "to be or not to be", "b.txt": "that is the question"})
+    rows = [(f"1 documents in {tmp_path}/{k}.txt", [1, 2]) for k in "ab"]
+    config, manifest = write(rows, dataset=f"{tmp_path}/*.txt")
+    assert trainkit.corpus.existing(config, tokenize) == manifest
+    with pytest.raises(FileExistsError, match="source: (tokenize|first doc.*) was"):
+        trainkit.corpus.existing(config, changed)
+    for path in tmp_path.glob("*.txt"):  # they may go, and then it is seen as well
+        path.unlink()
+    with pytest.raises(FileExistsError, match="source: (tokenize|first doc.*) was"):
+        trainkit.corpus.existing(config, changed)
+
+
+def test_tokens_of_a_text_that_was_edited_are_refused(write, tmp_path, capsys):
+    """In place, with the same length; a copy is the same text, and tokens outlive it."""
+    put(tmp_path, **{"a.txt": "to be or not to be", "b.txt": "that is the question"})
+    rows = [(f"1 documents in {tmp_path}/{k}.txt", [1, 2]) for k in "ab"]
+    config, manifest = write(rows, dataset=f"file://{tmp_path}/*.txt")
+    os.utime(tmp_path / "a.txt", (0, 0))
+    assert trainkit.corpus.existing(config, tokenize) == manifest
+    put(tmp_path, **{"a.txt": "to be or not to do"})
+    with pytest.raises(FileExistsError, match="of another source: .*digest was"):
+        trainkit.corpus.existing(config, tokenize)
+    put(tmp_path, **{"a.txt": "to be or not to be", "c.txt": "more"})
+    with pytest.raises(FileExistsError, match="files was 2, and is 3.*Choose another"):
+        trainkit.corpus.existing(config, tokenize)
+    for path in tmp_path.glob("*.txt"):
+        path.unlink()
+    assert trainkit.corpus.existing(config, tokenize) == manifest
+    assert "are used as they are" in capsys.readouterr().out
+
+
+def test_manifests_of_older_versions_say_less(small, write_bins):
+    config = write_bins(small(vocab_size=50_257))
+    source = {"dataset": "builtin", "tokenizer": "gpt2", "code": "1a2b CPython"}
+    source |= {"val_fraction": config.val_fraction, "split_seed": 2357}
+    manifest = {"source": source, "documents": 7, "tokens": {"train": 2001, "val": 401}}
+    path = Path(config.data_dir) / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    assert trainkit.corpus.existing(config, tokenize) == manifest
+    for key, other in {"val_fraction": 0.5, "dataset": "x", "max_documents": 3}.items():
+        path.write_text(json.dumps(manifest | {"source": source | {key: other}}))
+        with pytest.raises(FileExistsError, match=f"data_dir: .*{key} was {other!r}"):
+            trainkit.corpus.existing(config, tokenize)
+
+
+@pytest.mark.parametrize("fraction", [0.0005, 0.1, 0.25, 0.3, 0.5, 0.9])
 def test_documents_for_validation_are_spread_evenly(fraction):
     """The first is one, so a few documents have one; as many as nanoGPT takes."""
     for size in (1, 2, 9, 2_000, 4_001):
-        places = [n for n in range(size) if trainkit.token_files.is_val(n, fraction)]
+        places = [n for n in range(size) if trainkit.corpus.is_val(n, fraction)]
         assert len(places) == math.ceil(fraction * size) and places[0] == 0
         gaps = {after - before for before, after in zip(places, places[1:])}
         assert all(abs(gap - 1 / fraction) < 1 for gap in gaps)
 
 
-def test_tokens_of_a_text_that_was_edited_are_refused(small, tmp_path):
-    """In place, with the same length; a copy is the same text."""
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be")
-    config = small(dataset=str(tmp_path / "*.txt"))
+def test_places_for_validation_never_change():
+    for fraction, places in ((0.3, [0, 3, 6, 10]), (0.0005, [0, 2_000])):
+        found = [n for n in range(2_001) if trainkit.corpus.is_val(n, fraction)]
+        assert found[: len(places)] == places
 
-    def describe():
-        return trainkit.corpus.describe(config, trainkit.corpus.split)
 
-    path, found = Path(config.data_dir), describe()
-    path.mkdir(parents=True)
-    trainkit.token_files.write_manifest(path, found, 1, {})
-    os.utime(text, (0, 0))
-    assert trainkit.token_files.existing(config, describe())
-    text.write_text("to be or not to do")
-    with pytest.raises(FileExistsError, match="of another source: digest was"):
-        trainkit.token_files.existing(config, describe())
+def test_special_files_are_left(small, tmp_path):
+    """A pipe would be waited for without end."""
+    put(tmp_path, **{"a.txt": "a"})
+    with contextlib.suppress(OSError):
+        os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(ValueError, match="b.txt', which can't be read"):
+        trainkit.corpus.read(small(dataset=str(tmp_path)))

@@ -80,7 +80,7 @@ def test_batches_are_those_of_the_numbers(small):
     config, numbers = small(), np.arange(8, 20).reshape(3, 4)
     mesh = trainkit.devices.make_mesh(config)
     batches = batches_for(config, numbers)
-    found = list(trainkit.devices.global_batches(batches, numbers, config, mesh))
+    found = list(trainkit.devices.global_batches(batches, [numbers], config, mesh))
     assert [batch.shape for batch in found] == [(4, 17)] * 3
     assert np.concatenate(found)[:, 0].tolist() == list(range(8, 20))
     assert found[0].sharding == trainkit.devices.batch_sharding(mesh)
@@ -96,7 +96,7 @@ def test_one_batch_is_fetched_ahead(small):
 
     config, order, numbers = small(), [], np.arange(16).reshape(4, 4)
     mesh, batches = trainkit.devices.make_mesh(config), batches_for(config, numbers)
-    for _ in trainkit.devices.global_batches(fetched(batches), numbers, config, mesh):
+    for _ in trainkit.devices.global_batches(fetched(batches), [numbers], config, mesh):
         order.append("used")
     assert order == ["fetched", *["fetched", "used"] * 3, "used"]
 
@@ -116,7 +116,7 @@ def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, mess
     batches = batches_for(config, numbers)
     mesh = trainkit.devices.make_mesh(config)
     with pytest.raises(RuntimeError, match=f"expected {message}"):
-        list(trainkit.devices.global_batches(batches, expected, config, mesh))
+        list(trainkit.devices.global_batches(batches, [expected], config, mesh))
 
 
 def specs_of(rules, fsdp=2, tensor=2, **shapes) -> dict[str, tuple]:

@@ -136,6 +136,12 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
         def decode(self, ids):
             return "".join(chr(ord("a") + i) for i in ids)
 
+    class Words(Letters):
+        """As in a tokenizer of SentencePiece, a text's first word has no space before it."""
+
+        def decode(self, ids):
+            return " ".join(super(Words, self).decode([i]) for i in ids)
+
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Letters())
     write = partial(generate, NextToken(tokenizer="letters"), temperature=0)
     assert write(["ef", "a"], max_new_tokens=4) == ["efghij", "abcde"]
@@ -149,6 +155,8 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
 def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
     with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
         generate(tutorial.create_model(small()), ["Hello"])
+    monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Words())
+    assert write(["e"], max_new_tokens=2, temperature=0) == ["e f g"]
 
 
 @pytest.mark.parametrize(

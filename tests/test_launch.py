@@ -335,7 +335,7 @@ def test_other_windows_are_refused(launch, small, monkeypatch, step):
     """Of the first step, of one in the second epoch, and of the last."""
     launch(config=small(max_steps=50))  # a longer run is the same run
     launch()
-    name = "window_numbers"
+    name = "windows_of"
     numbers = getattr(trainkit.token_files, name)
 
     def others(config, split, steps):

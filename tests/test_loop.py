@@ -35,8 +35,8 @@ def windows_of(config, split) -> np.ndarray:
 
 def training_windows(tutorial, config, steps, rows=None) -> np.ndarray:
     """[steps, rows, T + 1]."""
-    numbers = trainkit.token_files.window_numbers(config, "train", steps, rows)
-    dataset = tutorial.make_token_dataset(config, "train", numbers)
+    numbers = trainkit.token_files.windows_of(config, "train", steps, rows)
+    dataset = tutorial.make_token_dataset(config, "train", [numbers])
     batches = list(dataset.iter_batches(1))
     np.testing.assert_array_equal([batch["numbers"][0] for batch in batches], numbers)
     return np.stack([batch["tokens"][0] for batch in batches])
@@ -80,9 +80,9 @@ def test_windows_follow_the_step_and_the_place(
         training_windows(tutorial, config, range(3, 6), np.array([1, 3])),
         whole[3:6, [1, 3]],
     )
-    numbers = trainkit.token_files.window_numbers(config, "val", range(1, 3))
+    numbers = trainkit.token_files.windows_of(config, "val", range(1, 3))
     assert numbers.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
-    val = tutorial.make_token_dataset(config, "val", numbers)
+    val = tutorial.make_token_dataset(config, "val", [numbers])
     found = np.concatenate([batch["tokens"][0] for batch in val.iter_batches(1)])
     np.testing.assert_array_equal(found, windows_of(config, "val")[4:12])
 

@@ -27,6 +27,7 @@ from ray.core.generated import autoscaler_pb2
 
 import trainkit.checkpoints
 import trainkit.config
+import trainkit.corpus
 import trainkit.devices
 import trainkit.launch
 import trainkit.workers

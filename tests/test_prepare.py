@@ -10,11 +10,11 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import ray
 import tiktoken
 from accidents import wait_for
-from notebook_module import code_cells
 
 import trainkit.corpus
 import trainkit.token_files
@@ -55,69 +55,117 @@ TEXTS = [
 
 
 def test_builtin_text_byte_for_byte(tutorial, cluster, small):
-    config = small(vocab_size=50_257, val_fraction=0.1)
+    config = gpt2(small)
     manifest = tutorial.prepare_dataset(config)
     assert written(config) == reference_bins(trainkit.corpus.help_pages(), 0.1)
     assert manifest["tokens"]["train"] * 2 == len(written(config)["train"])
     trainkit.token_files.check(config)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
-def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
-    texts = TEXTS[:30] if suffix == "txt" else TEXTS  # one file a document
+def put(folder: Path, suffix: str, texts: list[str]) -> None:
+    """The texts in files, with those of a .txt file for each, and else in two files."""
     if suffix == "txt":
         for i, text in enumerate(texts):
-            (tmp_path / f"{i:04d}.txt").write_text(text)
-    else:
-        half = len(texts) // 2
-        for i, part in enumerate((texts[:half], texts[half:])):
-            documents = datasets.Dataset.from_dict({"text": part})
-            write = documents.to_json if suffix == "jsonl" else documents.to_parquet
-            write(tmp_path / f"{i}.{suffix}")
-    config = small(dataset=f"{tmp_path}/*.{suffix}", val_fraction=0.2)
-    tutorial.prepare_dataset(config)
+            (folder / f"{i:04d}.txt").write_text(text, newline="")
+        return
+    half = len(texts) // 2
+    for i, part in enumerate((texts[:half], texts[half:])):
+        documents = datasets.Dataset.from_dict({"body": part})
+        file = folder / f"{i}.{suffix.partition('.')[0]}"
+        (documents.to_parquet if suffix == "parquet" else documents.to_json)(file)
+        if suffix.endswith((".gz", ".zst")):
+            with pa.output_stream(f"{folder}/{i}.{suffix}") as compressed:
+                compressed.write(file.read_bytes())
+            file.unlink()
+
+
+def gpt2(small, **changes):
+    """A small configuration with GPT-2's vocabulary, and a batch that few tokens fill."""
+    changes = {"val_fraction": 0.1, "batch_size": 1, "eval_steps": 1} | changes
+    return small(vocab_size=50_257, **changes)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.zst", "jsonl.gz", "parquet", "txt"])
+def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
+    texts = TEXTS[:40] if suffix == "txt" else TEXTS  # one file a document
+    put(tmp_path, suffix, texts)
+    column = "text" if suffix == "txt" else "body"
+    name = f"{tmp_path}/*.{suffix}"
+    config = gpt2(small, dataset=name, text_column=column, val_fraction=0.2)
+    manifest = tutorial.prepare_dataset(config)
     assert written(config) == bins_of_files(texts, 5)
+    files = sorted(map(str, tmp_path.glob(f"*.{suffix}")))
+    assert [*manifest["files"]] == files
+    assert sum(manifest["files"].values()) == manifest["documents"] == len(texts)
 
     # Text that comes later isn't left out in silence.
-    assert tutorial.prepare_dataset(config)["documents"] == len(texts)
-    shutil.copy(next(tmp_path.glob(f"*.{suffix}")), tmp_path / f"late.{suffix}")
+    stamp = (Path(config.data_dir) / "train.bin").stat().st_mtime_ns
+    assert tutorial.prepare_dataset(config) == manifest
+    assert (Path(config.data_dir) / "train.bin").stat().st_mtime_ns == stamp
+    shutil.copy(files[0], tmp_path / f"late.{suffix}")
     with pytest.raises(FileExistsError, match="data_dir.*files was .*Choose another"):
         tutorial.prepare_dataset(config)
 
     # Text that is no longer needed may go.
     for path in tmp_path.glob(f"*.{suffix}"):
         path.unlink()
-    assert tutorial.prepare_dataset(config)["documents"] == len(texts)
+    assert tutorial.prepare_dataset(config) == manifest
 
 
-def test_second_run_skips_and_other_source_stops(tutorial, cluster, small):
-    config = small(val_fraction=0.1)
-    first = tutorial.prepare_dataset(config)
-    stamp = (Path(config.data_dir) / "train.bin").stat().st_mtime_ns
-    assert tutorial.prepare_dataset(config) == first
-    assert (Path(config.data_dir) / "train.bin").stat().st_mtime_ns == stamp
-    with pytest.raises(FileExistsError, match="data_dir.*0.1.*0.2"):
-        tutorial.prepare_dataset(small(val_fraction=0.2))
+def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
+    """In order, however the tasks finish: the first has 30 MB, and 3,000 others a line."""
+    long = "\r\n".join(f"{i} words <|endoftext|>" for i in range(1_200_000))
+    texts = [long, *(f"short {i}\r\n" for i in range(3_000))]
+    put(tmp_path, "txt", texts)
+    config = gpt2(small, dataset=str(tmp_path / "[0-9]*.txt"), val_fraction=0.001)
+    manifest = tutorial.prepare_dataset(config)
+    assert set(manifest["files"].values()) == {1} and len(manifest["files"]) == 3_001
+    assert written(config) == bins_of_files(texts, 1_000)
 
 
-def test_files_that_are_there_are_left_alone(tutorial, small, write_bins):
-    config = write_bins(small())
+def test_the_first_documents_of_files_are_enough(tutorial, cluster, small, tmp_path):
+    put(tmp_path, "jsonl", TEXTS)
+    options = {"dataset": str(tmp_path), "text_column": "body", "max_documents": 755}
+    config = gpt2(small, data_dir=f"{tmp_path}-data", **options)
+    manifest = tutorial.prepare_dataset(config)
+    assert written(config) == bins_of_files(TEXTS[:755], 10)
+    assert [*manifest["files"].values()] == [750, 5]
+
+
+def test_a_single_document_is_cut_in_two(tutorial, cluster, small, tmp_path):
+    text = "To be, or not to be: that is the question. " * 50
+    (tmp_path / "hub").mkdir()
+    documents = datasets.Dataset.from_dict({"text": [text]})
+    documents.to_parquet(tmp_path / "hub/train.parquet")
+    (tmp_path / "input.txt").write_text(text)
+    for number, name in enumerate((f"hub:{tmp_path}/hub", f"{tmp_path}/input.txt")):
+        config = gpt2(small, dataset=name, data_dir=f"{tmp_path}/data{number}")
+        tokens = tutorial.prepare_dataset(config)["tokens"]
+        assert b"".join(written(config).values()) == encode([text])
+        assert tokens["val"] == -(-sum(tokens.values()) // 10)
+
+
+def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
+    config = write_bins(small(dataset="nobody/no-such-dataset"))
     before = written(config)
-    assert "already" in tutorial.prepare_dataset(config)["source"]
+    manifest = tutorial.prepare_dataset(config)
+    assert "already in" in manifest["source"]
+    assert manifest["tokens"] == {"train": 2_001, "val": 401}
     assert written(config) == before
 
 
 def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "no text column"}\n' * 4)
-    (tmp_path / "b.jsonl").write_text('{"text": "alone"}\n')
-    (tmp_path / "c.jsonl").write_text('{"text": "some"}\n{"text": null}\n')
+    (tmp_path / "c.jsonl").write_text('{"text": "some"}\n' * 150 + '{"text": null}\n')
     for dataset, message in [
         (f"{tmp_path}/a.jsonl", "'body'"),
-        (f"{tmp_path}/b.jsonl", "of 1 documents leaves none to train on"),
-        (f"{tmp_path}/c.jsonl", "c.jsonl can't be read after 1 documents: found None"),
+        (
+            f"{tmp_path}/c.jsonl",
+            "^dataset: .*c.jsonl can't be read after 150 documents",
+        ),
         (f"{tmp_path}/none/*.txt", "no file matches"),
     ]:
-        config = small(dataset=dataset)
+        config = gpt2(small, dataset=dataset)
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             tutorial.prepare_dataset(config)
         assert not Path(config.data_dir).exists()
@@ -131,7 +179,7 @@ def test_killed_preparation_leaves_no_finished_folder(
     """SIGKILL in the middle of writing; the next run starts over and is right."""
     texts = [f"{i} " + "many words to tokenize " * 400 for i in range(1_000)]
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "text.parquet")
-    config = small(dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
+    config = gpt2(small, dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "ci")!r}]
@@ -141,7 +189,7 @@ ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False,
          runtime_env={{"py_modules": [{str(ROOT / "trainkit")!r}]}})
 tutorial = load_notebook()
 config = tutorial.TrainingConfig(dataset={config.dataset!r}, val_fraction=0.01,
-                                 data_dir={config.data_dir!r})
+                                 data_dir={config.data_dir!r}, eval_steps=1, batch_size=1)
 tutorial.prepare_dataset(config)
 """
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
@@ -160,13 +208,6 @@ tutorial.prepare_dataset(config)
     assert not list(folder.glob("*.partial*"))
     manifest = json.loads((Path(config.data_dir) / "manifest.json").read_text())
     assert manifest["documents"] == 1_000
-
-
-def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
-    config = write_bins(small(dataset="nobody/no-such-dataset"))
-    reading = [c.source for c in code_cells() if "corpus.read(" in c.source]
-    assert len(reading) == 1 and "def prepare_dataset(" in reading[0]
-    assert "already in" in tutorial.prepare_dataset(config)["source"]
 
 
 HELLO = [15496, 995]  # "Hello world", as OpenAI's tokenizer page shows it

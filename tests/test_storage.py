@@ -136,7 +136,12 @@ def test_text_in_a_bucket(tutorial, bucket, small):
         key = f"books/part-{number}.parquet"
         boto3.client("s3").put_object(Bucket="models", Key=key, Body=body)
     config = small(
-        dataset="s3://models/books/*.parquet", text_column="body", val_fraction=0.1
+        dataset="s3://models/books/*.parquet",
+        text_column="body",
+        val_fraction=0.1,
+        vocab_size=50_257,
+        eval_steps=1,
+        batch_size=1,
     )
     manifest = tutorial.prepare_dataset(config)
     encode = tiktoken.get_encoding("gpt2").encode_ordinary

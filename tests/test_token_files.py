@@ -1,7 +1,7 @@
-"""Token files: what is refused, and the order of their windows."""
+"""Token files: their folder, what is refused, and the order of their windows."""
 
 import dataclasses
-import errno
+import gzip
 import hashlib
 import io
 import json
@@ -9,47 +9,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ray
 from samples import shuffled_in_plain_integers
 
 import trainkit.token_files
-from trainkit.config import TrainingConfig
+import trainkit.tokenizers
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_half_of_the_files_stops_at_once(small, write_bins):
-    config = write_bins(small())
-    (Path(config.data_dir) / "val.bin").unlink()
+@pytest.mark.parametrize("files", [["train.bin"], ["val.bin", "notes"], ["manifest"]])
+def test_other_files_are_left_alone(small, files):
+    config = small()
+    assert not trainkit.token_files.are_there(config)
+    Path(config.data_dir).mkdir()
+    assert not trainkit.token_files.are_there(config)
+    for file in files:
+        (Path(config.data_dir) / file).touch()
     with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
-        trainkit.token_files.existing(config, {})
+        trainkit.token_files.are_there(config)
 
 
 def test_a_mounted_disk_is_refused(small, monkeypatch):
     """It couldn't be replaced by the finished folder."""
-    config = small()
-    assert trainkit.token_files.existing(config, {}) is None
-    Path(config.data_dir).mkdir()
-    assert trainkit.token_files.existing(config, {}) is None
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
     with pytest.raises(ValueError, match="mounted disk; choose a folder in it"):
-        trainkit.token_files.existing(config, {})
-
-
-def test_other_tokens_are_left_alone(small):
-    config, source = small(), {"dataset": "builtin", "files": 2}
-    with trainkit.token_files.new_folder(config) as folder:
-        written = trainkit.token_files.write_manifest(folder, source, 7, {"train": 8})
-    assert trainkit.token_files.existing(config, source) == written
-    without_files = {"dataset": "builtin"}
-    assert trainkit.token_files.existing(config, without_files) == written
-    for other in ({"dataset": "other"}, {"split_seed": 1}, source | {"files": 3}):
-        with pytest.raises(FileExistsError, match="data_dir: .*Choose another"):
-            trainkit.token_files.existing(config, other)
+        trainkit.token_files.are_there(small())
 
 
 def partial_folders(config) -> list[Path]:
@@ -91,7 +78,7 @@ with trainkit.token_files.new_folder(config) as folder:
     while not (pathlib.Path(config.data_dir).parent / other).exists():
         time.sleep(0.02)
     (folder / "val.bin").write_bytes(me.encode())
-    trainkit.token_files.write_manifest(folder, {"by": me}, 1, {})
+    (folder / "manifest.json").write_text(json.dumps({"by": me}))
 """
 
 
@@ -107,7 +94,7 @@ def test_two_processes_prepare_the_same_folder(small):
     ]
     assert [process.wait(60) for process in both] == [0, 0]
     folder = Path(config.data_dir)
-    by = json.loads((folder / "manifest.json").read_text())["source"]["by"]
+    by = json.loads((folder / "manifest.json").read_text())["by"]
     assert {(folder / f"{k}.bin").read_text() for k in ("train", "val")} == {by}
     assert not partial_folders(config)
 
@@ -130,11 +117,15 @@ def numpys(ids) -> bytes:
 @pytest.mark.parametrize(
     "encode, words",
     [
-        (lambda ids: ids.astype(np.uint32).tobytes(), "four bytes for each token"),
-        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four bytes for each token"),
+        (lambda ids: ids.astype(np.uint32).tobytes(), "four or more bytes for each"),
+        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four or more bytes for each"),
+        (lambda ids: ids.astype(np.int64).tobytes(), "four or more bytes for each"),
         (llm_c, "llm.c: leave out its first 1,024 bytes"),
         (llm_c_of_llama, "llm.c: leave out its first 1,024 bytes"),
         (numpys, "numpy.save: write the array with tofile"),
+        (lambda ids: b"PK\x03\x04" + ids.tobytes(), "a zip archive"),
+        (lambda ids: gzip.compress(ids.tobytes()), "a gzip archive"),
+        (lambda ids: b"A text, and more of it.\n" * 99, "text: set dataset to it"),
     ],
 )
 def test_other_formats_are_told_apart(small, write_bins, encode, words):
@@ -142,15 +133,49 @@ def test_other_formats_are_told_apart(small, write_bins, encode, words):
     trainkit.token_files.check(config)
     ids = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
     path = trainkit.token_files.path_of(config, "val")
-    path.write_bytes(encode(ids))
+    data = encode(ids)
+    path.write_bytes(data + b"\n" * (len(data) % 2))
     with pytest.raises(ValueError, match=f"{path}: expected .*uint16.*{words}"):
         trainkit.token_files.check(config)
+
+
+@pytest.mark.parametrize("other", ["meta.pkl", "train.idx"])
+def test_tokens_of_another_program_are_refused(small, write_bins, other):
+    """As nanoGPT's of characters, and Megatron's."""
+    config = write_bins(small())
+    (Path(config.data_dir) / other).touch()
+    with pytest.raises(ValueError, match=f"another program, which left {other} beside"):
+        trainkit.token_files.check(config)
+
+
+def test_characters_are_no_tokens_of_gpt2(small, write_bins):
+    """65 of them, even without their meta.pkl; tokens of one's own may be as few."""
+    letters = write_bins(small(vocab_size=65))
+    assert trainkit.token_files.check(letters)["tokens"] == {"train": 2001, "val": 401}
+    with pytest.raises(
+        ValueError, match="ids up to 64, but vocab_size is 50257.*charac"
+    ):
+        trainkit.token_files.check(dataclasses.replace(letters, vocab_size=50_257))
+
+
+def test_what_tokens_are_taken_for_is_said(small, capsys):
+    config = small(vocab_size=50_257, eval_steps=1, batch_size=1)
+    Path(config.data_dir).mkdir()
+    for split in ("train", "val"):
+        ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 50)
+        path = trainkit.token_files.path_of(config, split)
+        np.array([*ids, 50_256], np.uint16).tofile(path)
+    assert "already in" in trainkit.token_files.check(config)["source"]
+    said = capsys.readouterr().out
+    assert (
+        "no manifest" in said and "of gpt2; the last file begins with 'Some w" in said
+    )
 
 
 @pytest.mark.parametrize(
     "contents, words",
     [
-        (None, "does not exist"),
+        (None, ""),
         (b"", "has 0 bytes"),
         (b"123", "has 3 bytes"),
         (b"1234" * 8, "has 32 bytes.*expected 2 for .*block_size"),  # 16 tokens
@@ -270,59 +295,16 @@ def test_shuffle_looks_random():
 
 
 @pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])
-def test_stretches_are_the_steps_of_a_run(small, monkeypatch, first_step, at_once):
-    config = small()  # 20 steps of 4 windows
+def test_lists_of_windows_are_the_steps_of_a_run(
+    small, monkeypatch, first_step, at_once, write_bins
+):
+    config = write_bins(small())  # 20 steps of 4 windows
     monkeypatch.setattr(trainkit.token_files, "WINDOWS_IN_RANGE", at_once)
     steps = range(first_step, config.max_steps)
-    found = list(trainkit.token_files.cut_steps(config, steps))
-    assert [step for steps in found for step in steps] == list(range(first_step, 20))
-    assert all(len(steps) * config.batch_size < at_once + 4 for steps in found)
-
-
-def test_data_dir_may_be_a_link(small, tmp_path):
-    """What is written goes where the link leads."""
-    (tmp_path / "disk").mkdir()
-    config = small(data_dir=str(tmp_path / "link"))
-    Path(config.data_dir).symlink_to(tmp_path / "disk")
-    assert trainkit.token_files.existing(config, {}) is None
-    with trainkit.token_files.new_folder(config) as folder:
-        (folder / "train.bin").touch()
-    assert (tmp_path / "disk/train.bin").exists() and Path(config.data_dir).is_symlink()
-
-
-def test_data_dir_that_cannot_be_made_is_refused_at_once(small, tmp_path):
-    (tmp_path / "file").touch()
-    config = small(data_dir=str(tmp_path / "file/data"))
-    with pytest.raises(PermissionError, match="data_dir: .*file is a file. Choose"):
-        trainkit.token_files.existing(config, {})
-
-
-def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
-    """In a process of its own: tiktoken keeps what it has read."""
-    result = subprocess.run(
-        [sys.executable, "-c", "import trainkit.tokenizers as t; t.load('gpt2')"],
-        cwd=ROOT,
-        env=os.environ
-        | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"},
-        capture_output=True,
-        text=True,
-    )
-    (line,) = [x for x in result.stderr.splitlines() if x.startswith("ConnectionError")]
-    assert (
-        "the vocabulary of gpt2 is not on this machine" in line
-        and "TIKTOKEN_CACHE_DIR" in line
-    )
-    assert "ci/offline_vocabulary.py" in line
-
-
-@pytest.mark.parametrize(
-    "fraction, places",
-    [(0.5, [0, 2, 4, 6, 8]), (0.3, [0, 3, 6, 10]), (0.0005, [0, 2_000])],
-)
-def test_documents_for_validation_are_evenly_spread(fraction, places):
-    found = [n for n in range(4_000) if trainkit.token_files.is_val(n, fraction)]
-    assert found[: len(places)] == places
-    assert len(found) == pytest.approx(4_000 * fraction, abs=1)
+    found = list(trainkit.token_files.window_numbers(config, "train", steps))
+    expected = trainkit.token_files.windows_of(config, "train", steps)
+    np.testing.assert_array_equal(np.concatenate(sum(found, [])), expected)
+    assert all(sum(map(len, part)) * config.batch_size < at_once + 4 for part in found)
 
 
 @pytest.mark.parametrize(
@@ -331,37 +313,37 @@ def test_documents_for_validation_are_evenly_spread(fraction, places):
         (4, 3, [3]),
         (4, 256, [128, 128]),
         (512, 3, [1] * 3),
-        (600, 2, [1, 1]),
+        (600, 2, [1] * 2),
         (1, 513, [512, 1]),
     ],
 )
-def test_a_task_reads_whole_steps(rows, steps, sizes):
+def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
     """Of 512 windows, or of one step, if it has more."""
-    numbers = np.arange(rows * steps).reshape(steps, rows)
-    parts = trainkit.token_files.parts_of(numbers)
-    assert [len(part) for part in parts] == sizes
-    np.testing.assert_array_equal(np.concatenate(parts), numbers)
+    config = write_bins(small(batch_size=rows, eval_steps=1))
+    (parts,) = trainkit.token_files.window_numbers(config, "train", range(steps))
+    assert [part.shape for part in parts] == [(size, rows) for size in sizes]
 
 
-def test_a_stretch_has_a_hundred_thousand_windows():
-    """131,072 in batches of 480 are 273.1 steps."""
-    steps = trainkit.token_files.cut_steps(TrainingConfig(), range(7, 600_000))
-    assert next(steps) == range(7, 281) and next(steps).start == 281
+def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
+    """131,072 in batches of 480 are 273.1 steps; a worker has some rows of each."""
+    config, rows = write_bins(small(batch_size=480)), np.array([3, 5])
+    steps = range(7, 600_000)
+    lists = trainkit.token_files.window_numbers(config, "train", steps, rows)
+    (first, second) = (np.concatenate(next(lists)) for _ in range(2))
+    assert first.shape == (274, 2) and first.dtype == np.int64
+    expected = trainkit.token_files.windows_of(config, "train", range(281, 555))
+    np.testing.assert_array_equal(second, expected[:, rows])
 
 
-@pytest.mark.parametrize("ray_runs, actor", [(False, None), (True, None), (True, "a1")])
-def test_rows_in_order_and_one_cpu_for_a_worker(monkeypatch, ray_runs, actor):
-    options = SimpleNamespace(preserve_order=False, resource_limits="all")
-    context = SimpleNamespace(execution_options=options, enable_progress_bars=True)
-    this = SimpleNamespace(get_actor_id=lambda: actor)
-    monkeypatch.setattr(ray, "is_initialized", lambda: ray_runs)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: this)
-    trainkit.token_files.read_in_order(context)
-    assert options.preserve_order and not context.enable_progress_bars
-    if actor:
-        assert options.resource_limits.cpu == 1
-    else:
-        assert options.resource_limits == "all"
+def test_data_dir_may_be_a_link(small, tmp_path):
+    """What is written goes where the link leads."""
+    (tmp_path / "disk").mkdir()
+    config = small(data_dir=str(tmp_path / "link"))
+    Path(config.data_dir).symlink_to(tmp_path / "disk")
+    assert not trainkit.token_files.are_there(config)
+    with trainkit.token_files.new_folder(config) as folder:
+        (folder / "train.bin").touch()
+    assert (tmp_path / "disk/train.bin").exists() and Path(config.data_dir).is_symlink()
 
 
 def test_which_processes_run(monkeypatch):
@@ -378,99 +360,6 @@ def test_which_processes_run(monkeypatch):
 
     monkeypatch.setattr(trainkit.token_files.os, "kill", denied)
     assert running(1)  # another user's
-
-
-class Documents:
-    """A dataset of tokenized documents, in batches of (split, tokens)."""
-
-    context = None
-
-    def __init__(self, *batches, error=None):
-        self.batches, self.error = batches, error
-
-    def iter_batches(self, batch_size):
-        for batch in self.batches:
-            splits, documents = zip(*batch)
-            tokens = [np.array(ids, np.uint16).tobytes() for ids in documents]
-            yield {"split": splits, "tokens": tokens}
-        if self.error:
-            raise self.error
-
-
-@pytest.fixture
-def write(small, monkeypatch):
-    """Writes documents into the data_dir of a small configuration; returns both."""
-    monkeypatch.setattr(trainkit.token_files, "read_in_order", lambda context: None)
-
-    def write(*batches, error=None, **changes):
-        config = small(**changes)
-        source = {"dataset": "mine"}
-        documents = Documents(*batches, error=error)
-        return config, trainkit.token_files.write(config, documents, source)
-
-    return write
-
-
-def tokens_in(config) -> list[list[int]]:
-    paths = [trainkit.token_files.path_of(config, split) for split in ("train", "val")]
-    return [np.fromfile(path, np.uint16).tolist() for path in paths]
-
-
-def test_documents_go_where_their_split_says(write):
-    batches = [("val", [1, 2]), ("train", [3])], [("train", [4, 5, 6])]
-    config, manifest = write(*batches)
-    assert tokens_in(config) == [[3, 4, 5, 6], [1, 2]]
-    assert manifest == {
-        "source": {"dataset": "mine"},
-        "documents": 3,
-        "tokens": {"train": 4, "val": 2},
-    }
-    text = (Path(config.data_dir) / "manifest.json").read_text()
-    assert json.loads(text) == manifest
-    assert trainkit.token_files.existing(config, {"dataset": "mine"}) == manifest
-
-
-def test_documents_without_a_split_are_spread(write):
-    """Half of them are for validation: the first, the third, and the fifth."""
-    config, manifest = write([("", [n]) for n in range(1, 7)], val_fraction=0.5)
-    assert tokens_in(config) == [[2, 4, 6], [1, 3, 5]]
-    assert manifest["tokens"] == {"train": 3, "val": 3}
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_split_without_documents_is_refused(write, split):
-    with pytest.raises(
-        ValueError, match="val_fraction: 0.25 of 3 documents leaves none"
-    ):
-        write([(split, [1])] * 3, val_fraction=0.25)
-
-
-@pytest.mark.parametrize(
-    "number, kind, words",
-    [
-        (errno.ENOSPC, OSError, "data_dir: the disk of .* has no room"),
-        (errno.EIO, OSError, "broken cable"),
-    ],
-)
-def test_a_disk_that_is_full_says_what_helps(write, small, number, kind, words):
-    documents = [("train", [1]), ("val", [2])]
-    with pytest.raises(kind, match=words) as error:
-        write(documents, error=OSError(number, "broken cable"))
-    assert error.value.errno == number
-    assert not Path(small().data_dir).exists() and not partial_folders(small())
-
-
-def test_what_a_task_of_ours_says_is_said(write):
-    """Ray gives the task's error as text."""
-
-    def task_error(text):
-        return ray.exceptions.RayTaskError("read", f"Traceback\n{text}\n", Exception())
-
-    said = task_error("ConnectionError: tokenizer: no vocabulary here")
-    with pytest.raises(ConnectionError, match="^tokenizer: no vocabulary here$"):
-        write([("train", [1])], error=said)
-    with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
-        write([("train", [1])], error=task_error("KeyError: 'x'"))
 
 
 def test_the_digest_of_a_file_is_that_of_earlier_runs(tmp_path):

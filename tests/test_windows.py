@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from accidents import batches_of, log_of, losses_of_one_process
+import ray.data
+from accidents import batches_of
 
 import trainkit.devices
 import trainkit.token_files
@@ -15,10 +16,9 @@ import trainkit.token_files
 
 def read(tutorial, config, split, steps, rows=None):
     """The windows' numbers, [steps, rows], and tokens, as a cluster reads them, in order."""
-    numbers = trainkit.token_files.window_numbers(config, split, steps, rows)
-    dataset = tutorial.make_token_dataset(config, split, numbers)
-    trainkit.token_files.read_in_order(dataset.context)
-    found = dataset.take_all()
+    (numbers,) = trainkit.token_files.window_numbers(config, split, steps, rows)
+    found = tutorial.make_token_dataset(config, split, numbers).take_all()
+    numbers = np.concatenate(numbers)
     np.testing.assert_array_equal([row["numbers"] for row in found], numbers)
     return numbers, np.stack([row["tokens"] for row in found])
 
@@ -43,24 +43,48 @@ def test_each_window_once_an_epoch(tutorial, cluster, small, write_bins, monkeyp
     assert (epochs[0] != expected).any() and (epochs[0] != epochs[1]).any()
 
 
-def test_same_order_twice_and_from_the_middle(tutorial, cluster, small, write_bins):
-    config = write_bins(small())
-    _, first = read_training(tutorial, config)
-    _, second = read_training(tutorial, config)
-    _, resumed = read_training(tutorial, config, first_step=7)
-    np.testing.assert_array_equal(first, second)
-    np.testing.assert_array_equal(first[7:], resumed)
-
-
-def test_workers_share_each_batch(tutorial, cluster, small, write_bins):
+def test_same_order_from_the_middle_and_for_each_worker(
+    tutorial, cluster, small, write_bins
+):
     """Two workers' rows, put together, are the batches of one worker."""
     config = write_bins(small())
     whole = read_training(tutorial, config)
+    _, resumed = read_training(tutorial, config, first_step=7)
+    np.testing.assert_array_equal(whole[1][7:], resumed)
     parts = [
         read_training(tutorial, config, rows=np.array(r)) for r in ([0, 1], [2, 3])
     ]
     for found, *expected in zip(whole, *parts):
         np.testing.assert_array_equal(np.concatenate(expected, axis=1), found)
+
+
+def slow_reading(monkeypatch, tutorial, seconds, notes):
+    """A store that takes so long for windows; the time of each part is noted."""
+    read_part = trainkit.token_files.read
+
+    def slow_read(config, split, numbers):
+        time.sleep(seconds(numbers))
+        with notes.open("a") as file:
+            print(time.time(), file=file)
+        return read_part(config, split, numbers)
+
+    slow = SimpleNamespace(read=slow_read)  # it travels with the function, by value
+    monkeypatch.setattr(tutorial, "token_files", slow)
+
+
+def test_windows_are_in_order_however_their_tasks_finish(
+    tutorial, cluster, small, write_bins, tmp_path, monkeypatch
+):
+    """The first part takes longest, in a process that has set nothing for Ray Data."""
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", 4)
+    config = write_bins(small(max_steps=4))
+    (numbers,) = trainkit.token_files.window_numbers(config, "train", range(4))
+    first = numbers[0][0, 0]
+    slow_reading(monkeypatch, tutorial, lambda n: 3 * (first in n), tmp_path / "notes")
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order
+    found = tutorial.make_token_dataset(config, "train", numbers).take_all()
+    expected = np.concatenate(numbers)
+    np.testing.assert_array_equal([row["numbers"] for row in found], expected)
 
 
 def test_the_next_part_is_read_while_this_one_trains(
@@ -69,20 +93,9 @@ def test_the_next_part_is_read_while_this_one_trains(
     """A store that takes 0.1 s for a window: 160 of them, of which four make a step."""
     monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", 8)
     config, notes = write_bins(small(max_steps=40)), tmp_path / "notes"
-    numbers = trainkit.token_files.window_numbers(config, "train", range(40))
-    read_part = trainkit.token_files.read
-
-    def slow_read(config, split, numbers):
-        time.sleep(0.1 * numbers.size)
-        with notes.open("a") as file:
-            print(time.time(), file=file)
-        return read_part(config, split, numbers)
-
-    functions = {"parts_of": trainkit.token_files.parts_of, "read": slow_read}
-    slow = SimpleNamespace(**functions)  # it travels with the function, by value
-    monkeypatch.setattr(tutorial, "token_files", slow)
+    (numbers,) = trainkit.token_files.window_numbers(config, "train", range(40))
+    slow_reading(monkeypatch, tutorial, lambda n: 0.1 * n.size, notes)
     dataset = tutorial.make_token_dataset(config, "train", numbers)
-    trainkit.token_files.read_in_order(dataset.context)
     start = time.time()
     batches = iter(dataset.iter_batches(batch_size=1, prefetch_batches=2))
     next(batches)
@@ -113,7 +126,7 @@ def test_a_long_run_reads_its_windows_in_parts(
         tutorial, "make_token_dataset", lambda *a: made.append(a[2]) or make(*a)
     )
     parts = list(batches_of(tutorial, config, mesh, first_step=2))
-    assert [len(numbers) for numbers in made] == [4, 4, 1]
+    assert [sum(map(len, numbers)) for numbers in made] == [4, 4, 1]
     assert len(parts) == len(whole) == 9
     for a, b in zip(parts, whole):
         np.testing.assert_array_equal(a, b)
@@ -137,7 +150,7 @@ def test_the_next_batch_is_on_the_device_before_it_is_needed(
 def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monkeypatch):
     config = write_bins(small())
     make = tutorial.make_token_dataset
-    (lost,) = trainkit.token_files.window_numbers(config, "train", range(1, 2), [1])[0]
+    lost = trainkit.token_files.windows_of(config, "train", range(1, 2))[0, 1]
 
     def without_one(*args):
         return make(*args).filter(lambda row: lost not in row["numbers"])
@@ -146,28 +159,3 @@ def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monke
     batches = batches_of(tutorial, config, trainkit.devices.make_mesh(config))
     with pytest.raises(RuntimeError, match="expected the windows"):
         list(batches)
-
-
-@pytest.mark.slow
-@pytest.mark.extra
-def test_the_loop_reads_its_windows_in_parts(tutorial, cluster, small, write_bins):
-    """Three datasets on the worker, and the losses of one."""
-    config = write_bins(small(max_steps=11, eval_interval=11))
-    notes, train_loop = config.run_path / "read", tutorial.train_loop_per_worker
-
-    def loop(settings):
-        trainkit.token_files.WINDOWS_IN_RANGE = 4 * config.batch_size
-        count_windows = trainkit.token_files.count_windows
-
-        def note(config, split):
-            with notes.open("a") as file:
-                file.write(f"{split}\n")
-            return count_windows(config, split)
-
-        trainkit.token_files.count_windows = note
-        train_loop(settings)
-
-    assert tutorial.make_trainer(config, loop).fit().error is None
-    assert sorted(notes.read_text().split()) == ["train"] * 3 + ["val"]
-    expected = losses_of_one_process(tutorial, config)
-    np.testing.assert_allclose([x["loss"] for x in log_of(config)], expected, atol=1e-4)

@@ -112,6 +112,7 @@ class RecipeConfig(ShapeConfig):
 
     dataset: Place = "Skylion007/openwebtext"  # hub name, files ("my/*.txt"), a URL of
     # files ("s3://my-bucket/*.parquet"), or "builtin"
+    dataset_config: Text | None = None  # of a dataset of the hub that has several
     text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
@@ -419,6 +420,8 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
     dataset = re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")
+    if recipe.dataset_config:
+        dataset += f"-{recipe.dataset_config}"
     if recipe.max_documents:
         dataset += f"-{recipe.max_documents}"
     if recipe.text_column != RecipeConfig.text_column:

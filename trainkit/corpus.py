@@ -1,13 +1,13 @@
 """The documents that a run learns from: on the Hugging Face hub, in files, or built in.
 
-A dataset of the hub and the built-in text are read by the datasets library and divided as
-nanoGPT divides them. Files, of this machine or in an object store, are read by Ray Data, where
-they are tokenized, and may be more than any machine holds; every so many documents, one is for
-validation.
+Files, of this machine or in an object store, are read by Ray Data, where they are tokenized,
+in the order of their paths, and may be more than any machine holds; every so many documents,
+one is for validation. A dataset of the hub and the built-in text are read by the datasets
+library and divided as nanoGPT divides them.
 """
 
-import codecs
-import glob
+import errno
+import hashlib
 import io
 import itertools
 import json
@@ -15,7 +15,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -25,7 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import ray.data
-from ray.data.datasource import FileBasedDatasource
+from fsspec.implementations.local import LocalFileSystem
+from tqdm import tqdm
 
 from trainkit import token_files, tokenizers
 
@@ -35,158 +36,272 @@ FORMATS = {
     ".jsonl": "a JSON object in each line",
     ".parquet": "Parquet",
 }
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+HUB = "hub:"  # before a folder that has the form of a dataset of the hub
 SPLIT_SEED = 2357  # nanoGPT's
+TASK = 2**23  # bytes of text that a task reads, about
+OURS = (ValueError, ConnectionError, FileNotFoundError)  # raised on purpose, in tasks
+
+
+def existing(config, tokenize: Callable) -> dict | None:
+    """The manifest of the token files that are already in `config.data_dir`, if any.
+
+    Args:
+        tokenize: what `prepare_dataset` maps documents with: a function of rows, which have
+            `text` and `split`, and the configuration, to rows of `split` and `tokens`.
+
+    Raises:
+        FileExistsError: the folder holds tokens of another source, or other files.
+        PermissionError: the folder can't be made.
+        ValueError: the files can't be trained on, as `token_files.check` says.
+    """
+    folder = Path(config.data_dir)
+    if not token_files.are_there(config):
+        return None
+    if not (folder / "manifest.json").exists():
+        return token_files.check(config)
+    manifest = token_files.read_manifest(folder)
+    # What an older version didn't note can't be compared.
+    was = {"dtype": "uint16", "text_column": "text", "max_documents": None}
+    was |= manifest["source"]
+    now = describe(config, tokenize)
+    if first := manifest.get("first"):
+        was["first documents"] = first["tokens"]
+        now["first documents"] = hash_of_tokens(first["texts"], tokenize, config)
+    try:
+        now |= versions(config)
+    except (ConnectionError, FileNotFoundError) as error:
+        print(f"{error}. The tokens in {folder} are used as they are.")
+    if others := [key for key in now if key in was and was[key] != now[key]]:
+        differing = [f"{key} was {was[key]!r}, and is {now[key]!r}" for key in others]
+        raise FileExistsError(
+            f"data_dir: {folder} holds tokens of another source: {'; '.join(differing)}. "
+            "Choose another data_dir, or delete that folder."
+        )
+    token_files.check(config)
+    return manifest
+
+
+def describe(config, tokenize: Callable) -> dict:
+    """What the tokens of `config` are made from and how, but for what the files contain."""
+    keys = ("dataset", "dataset_config", "text_column", "max_documents", "val_fraction")
+    return {key: getattr(config, key) for key in keys} | {
+        "tokenizer": config.tokenizer,
+        "tokenizer_identity": tokenizers.identity(config.tokenizer),
+        "tokenize": hash_of_tokens(tokenizers.SAMPLES, tokenize, config),
+        "dtype": config.token_dtype,
+    }
+
+
+def hash_of_tokens(texts: Sequence[str], tokenize: Callable, config) -> str:
+    """What tells the tokens that `tokenize` makes of some texts from others."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        rows = {"text": np.array([text], object), "split": np.array([""])}
+        try:
+            found = [bytes(document) for document in tokenize(rows, config)["tokens"]]
+        except Exception as error:  # it may know fewer characters than `SAMPLES` have
+            found = type(error).__name__
+        hashed.update(repr(found).encode())
+    return hashed.hexdigest()
+
+
+def versions(config) -> dict:
+    """How many files there are, and what tells them from others; nothing if there are none.
+
+    Raises:
+        ConnectionError, FileNotFoundError, ValueError: as `find_files` does.
+    """
+    version = token_files.file_digest
+    if in_files(config.dataset):
+        system, files, _ = find_files(config.dataset)
+        version = version if isinstance(system, LocalFileSystem) else system.ukey
+    else:
+        folder = Path(config.dataset.removeprefix(HUB))  # if it is one
+        files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
+    contents = "".join(str(version(file)) for file in files).encode()
+    return {"files": len(files), "digest": zlib.crc32(contents)} if files else {}
 
 
 def read(config) -> ray.data.Dataset:
     """The documents, in order: rows of `text` and `split`, "train" or "val".
 
-    Of files, `split` is empty: the document's place decides, as `token_files.is_val` says.
+    Of files, `split` is empty, since the document's place decides, as `is_val` says; with a
+    file's last document, `split` says how many it had.
 
     Raises:
         FileNotFoundError, ConnectionError, ValueError: there are none, or not as text. What
             is wrong in a file, the task says that reads it.
     """
-    if names_files(config.dataset):
-        system, files = find_files(config.dataset)
-        source = TextFiles(files, config.text_column, filesystem=system)
-        found = ray.data.read_datasource(source)
+    if in_files(config.dataset):
+        if config.dataset_config:
+            raise ValueError("dataset_config: only a dataset of the hub has one")
+        system, files, left_out = find_files(config.dataset)
+        if left_out:
+            names = ", ".join(left_out[:3])
+            print(f"dataset: without {len(left_out)} files named with . or _: {names}")
+        shared, column = ray.put((system, [*files])), config.text_column
+
+        def read_files(rows: dict[str, np.ndarray]) -> Iterator[pa.Table]:
+            system, files = ray.get(shared)
+            for number in rows["id"]:
+                texts, count = texts_in(system, files[number], column), 0
+                part = [*itertools.islice(texts, 100)]
+                while part:
+                    after = [*itertools.islice(texts, 100)]
+                    count, split = count + len(part), [""] * len(part)
+                    if not after:
+                        split[-1] = f"{count} documents in {files[number]}"
+                    yield pa.table({"text": part, "split": split})
+                    part = after
+
+        blocks = min(math.ceil(sum(files.values()) / TASK) or 1, len(files))
+        numbers = ray.data.range(len(files), override_num_blocks=blocks)
+        found = numbers.map_batches(read_files, batch_size=None)
         return found.limit(config.max_documents) if config.max_documents else found
     parts = split(load(config), config)
-    documents = datasets.concatenate_datasets([parts["train"], parts["val"]])
-    n_train, shared = len(parts["train"]), ray.put(documents)  # of files, a description
+    documents = datasets.concatenate_datasets([*parts.values()])
+    names = np.repeat([*parts], [len(part) for part in parts.values()])
+    shared = ray.put((documents, names))  # of files, a description
 
-    def fetch(rows: dict[str, np.ndarray]) -> dict:
-        first, last = int(rows["id"][0]), int(rows["id"][-1])
-        texts = ray.get(shared)[first : last + 1]["text"]
-        return {"text": texts, "split": np.where(rows["id"] < n_train, "train", "val")}
+    def fetch(rows: dict[str, np.ndarray]) -> pa.Table:
+        documents, names = ray.get(shared)
+        place = slice(int(rows["id"][0]), int(rows["id"][-1]) + 1)
+        return pa.table({"text": documents[place]["text"], "split": names[place]})
 
-    blocks = count_blocks(documents)
+    blocks = min(math.ceil(documents.data.nbytes / TASK) or 1, len(documents))
     numbers = ray.data.range(len(documents), override_num_blocks=blocks)
     return numbers.map_batches(fetch, batch_size=None)
 
 
-class TextFiles(FileBasedDatasource):
-    """Files of documents, each read as a stream, for Ray Data.
-
-    Ray's own reader of JSON holds a whole file, and takes text that looks like a date for one.
-    """
-
-    def __init__(self, files: list[str], column: str, **options):
-        super().__init__(files, **options)
-        self.column = column
-
-    def _open_input_source(self, filesystem, path, **options):
-        if path.endswith(".parquet"):  # which is read from its end
-            return filesystem.open_input_file(path)
-        return super()._open_input_source(filesystem, path, **options)
-
-    def _read_stream(self, file, path: str) -> Iterator[pa.Table]:
-        texts = texts_in(file, path, self.column)
-        while part := [*itertools.islice(texts, 100)]:
-            yield pa.table({"text": part, "split": [""] * len(part)})
-
-
-def texts_in(file, path: str, column: str) -> Iterator[str]:
-    """The documents in a file that is open for reading.
+def texts_in(system, path: str, column: str) -> Iterator[str]:
+    """The documents in a file, in order.
 
     Raises:
         ValueError: with the place, what was found there, and what was expected.
-        ConnectionError: the disk or the store gave no more of it.
     """
-    suffix, count = suffix_of(path), 0
+    kind, count = kind_of(path), 0
     try:
-        for row in rows_in(file, suffix, column):
-            if not isinstance(row, dict):
-                raise TypeError(f"found {row!r:.60}")
-            if not isinstance(text := row.get(column), str):
-                raise TypeError(f"found {text!r:.60} in one of the columns {[*row]}")
-            text.encode()  # or it is none
-            yield text
-            count += 1
-        if not count and "json" in suffix:
+        with system.open(path, "rb") as file:
+            codec = CODECS.get(Path(path).suffix)
+            for row in rows_in(pa.input_stream(file, codec), kind, column):
+                if not isinstance(row, dict):
+                    raise TypeError(f"found {row!r:.60}")
+                if not isinstance(text := row.get(column), str):
+                    raise TypeError(
+                        f"found {text!r:.60} in one of the columns {[*row]}"
+                    )
+                text.encode()  # or it is none
+                yield text
+                count += 1
+        if not count and "json" in kind:
             raise ValueError("it is empty")
     except Exception as error:  # a store's may be of any kind
-        of_arrow = type(error) is OSError and error.errno is None  # as of a damaged .gz
-        of_contents = (
-            of_arrow,
-            isinstance(error, TypeError | ValueError | pa.ArrowException),
-        )
-        if not any(of_contents):
-            raise ConnectionError(
-                f"dataset: {path} can't be read further after {count} documents: "
-                f"{error!r:.300}. Check the disk or the store that has it, and try again"
-            ) from error
-        where = f"in the column {column!r}, which text_column names"
+        said = str(error) or repr(error)
+        where = f", with text in the column {column!r}, which text_column names"
         raise ValueError(
-            f"dataset: {path} can't be read after {count} documents: {error}. Expected "
-            f"{FORMATS[suffix]}{'' if suffix == '.txt' else f', with text {where}'}. Mend "
-            "it, or leave it out"
+            f"dataset: {path} can't be read after {count} documents: {said:.300}. "
+            f"Expected {FORMATS[kind]}{where * (kind != '.txt')}. Mend it, leave it out, or, "
+            "if it is the disk or the store that gave no more of it, try again"
         ) from error
 
 
-def rows_in(file, suffix: str, column: str) -> Iterator[dict]:
+def rows_in(file: pa.NativeFile, kind: str, column: str) -> Iterator[dict]:
     """The rows of a file: a text file is one, and of Parquet, only that column is read."""
-    if suffix == ".txt":
+    if kind == ".txt":
         yield {column: file.read().decode("utf-8-sig")}
-    elif suffix == ".parquet":
+    elif kind == ".parquet":
         parquet = pyarrow.parquet.ParquetFile(file)
         columns = [column] if column in parquet.schema_arrow.names else None
         for batch in parquet.iter_batches(1_000, columns=columns):
             yield from batch.to_pylist()
     else:
         lines = io.BufferedReader(file, 2**20)
-        if lines.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        if lines.peek(64).decode("utf-8-sig", "ignore").lstrip()[:1] == "[":
             yield from json.loads(lines.read())
         else:
             yield from map(json.loads, filter(bytes.strip, lines))
 
 
-def names_files(name: str) -> bool:
-    """Whether a dataset is in files; a folder here that has Parquet is as on the hub."""
-    if name == "builtin" or os.path.isdir(name):
-        return name != "builtin" and not any(Path(name).rglob("*.parquet"))
-    is_path = re.search(r"[*?\[]|^/|://", name) or suffix_of(name) in FORMATS
+def in_files(name: str) -> bool:
+    """Whether a dataset is in files; other names, but for "builtin", are of the hub."""
+    if name == "builtin" or name.startswith(HUB):
+        return False
+    is_path = re.search(r"[*?\[]|^\.{0,2}/|://", name) or kind_of(name) in FORMATS
     return bool(is_path) or os.path.exists(name)
 
 
-def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
-    """The files of that name, in order: one, those that match a pattern, or a folder's.
+class LinksFollowed(LocalFileSystem):
+    """The files of this machine; a link is what it leads to."""
+
+    def info(self, path, **options) -> dict:
+        found = super().info(path, **options)
+        place = found["name"]
+        if os.path.isfile(place):
+            found["type"] = "file"
+        elif found["islink"] and os.path.isdir(place):
+            inside = os.path.realpath(os.path.dirname(place)) + "/"
+            if not inside.startswith(os.path.realpath(place) + "/"):  # or without end
+                found["type"] = "directory"
+        return found
+
+
+def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
+    """The files of that name: one, those that match a pattern, or all that a folder has.
+
+    Returns:
+        Their file system, their sizes by path, sorted, and what is left out: files that begin
+        with . or _, or lie in such folders below the one that is named, as `_SUCCESS`.
 
     Raises:
         ConnectionError, FileNotFoundError, ValueError: there are none that can be read.
     """
     try:
-        system, path = fsspec.core.url_to_fs(name)
+        system, path = LinksFollowed(skip_instance_cache=True), os.path.abspath(name)
+        if "://" in name:
+            system, path = fsspec.core.url_to_fs(name)
+            if isinstance(system, LocalFileSystem):
+                system = LinksFollowed()
         system.invalidate_cache()
+        above = path
         if system.isfile(path):  # whatever else the name matches
-            found = [path]
+            found = {path: system.info(path)}
+        elif system.isdir(path):
+            found = system.find(path, detail=True)
         else:
-            search = system.find if system.isdir(path) else system.glob
-            found = search(path, detail=True).items()
-            found = [file for file, info in found if info["type"] == "file"]
+            above = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+            found = system.glob(path, detail=True)
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot list {name} ({error!r:.300}). Check the address and, on every "
             "node, the credentials and the package for such addresses"
         ) from error
-    start = len(os.path.commonpath(found)) if found else 0
-    files = sorted(file for file in found if "/." not in file[start:])  # hidden
+    found = {file: info for file, info in found.items() if info["type"] != "directory"}
+    hidden = [f for f in found if re.search(r"/[._]", f.removeprefix(above))]
+    files = {f: found[f].get("size") or 0 for f in sorted({*found} - {*hidden})}
     if not files:
         raise FileNotFoundError(f"dataset: no file matches {name}")
-    kinds = {suffix_of(file) for file in files}
-    if len(kinds) > 1 or kinds - FORMATS.keys():
+    for file in files:
+        if found[file]["type"] != "file" or not file.isprintable():
+            raise ValueError(
+                f"dataset: {name} names {file!r}, which can't be read: a link that leads "
+                "nowhere or back, no file, or a name that isn't UTF-8. Mend it, or move it"
+            )
+    kinds = {kind_of(file): file for file in files}
+    if len(kinds) > 1 or kinds.keys() - FORMATS.keys():
         raise ValueError(
-            f"dataset: {name} names files that end in {', '.join(sorted(kinds))}; expected "
-            f"one of {', '.join(FORMATS)}, or one of these and .gz or .zst. End the pattern "
-            "in it, as in books/*.txt"
+            f"dataset: {name} names files that end in {', '.join(sorted(kinds))}, such as "
+            f"{', '.join(kinds.values())}; expected one of {', '.join(FORMATS)}, or one of "
+            "these and .gz or .zst. End the pattern in it, as in books/*.txt"
         )
-    return system, files
+    return system, files, hidden
 
 
-def suffix_of(file: str) -> str:
+def kind_of(file: str) -> str:
     """How a file's name ends, less what says that it is compressed."""
-    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix
+    if file.startswith(("http://", "https://")):
+        file = file.partition("?")[0]
+    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
 
 
 def load(config) -> dict[str, datasets.Dataset]:
@@ -204,18 +319,16 @@ def load(config) -> dict[str, datasets.Dataset]:
     column, most, parts = config.text_column, config.max_documents, {}
     for name, documents in splits.items():
         kind = getattr(documents.features.get(column), "dtype", None)
-        if kind not in ("string", "large_string"):
+        strings = kind in ("string", "large_string")
+        if not strings or documents.data.column(column).null_count:
             raise ValueError(
-                f"text_column: expected a column {column!r} of strings in {config.dataset}, "
-                f"found {documents.features}"
+                f"text_column: expected a column {column!r} of strings, without gaps, in "
+                f"{config.dataset}, found {documents.features}"
             )
         documents = documents.select_columns([column])
-        if empty := documents.data.column(column).null_count:
-            raise ValueError(
-                f"dataset: {empty} documents in {config.dataset} have no text"
-            )
-        if column != "text":
-            documents = documents.rename_column(column, "text")
+        documents = (
+            documents if column == "text" else documents.rename_column(column, "text")
+        )
         parts[name] = documents.take(min(most or len(documents), len(documents)))
     return parts
 
@@ -237,102 +350,180 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     With `max_documents`, no more is downloaded than the files in which these stand.
 
     Raises:
-        ConnectionError: with what else to do.
+        ConnectionError: with what is wrong, and what else to do.
     """
-    name, most = config.dataset, config.max_documents
+    name, most = config.dataset.removeprefix(HUB), config.max_documents
     cache = f"{config.data_dir}-download"  # which every node sees
+    options = {"name": config.dataset_config, "streaming": bool(most)}
+    options["cache_dir"] = cache
     try:
-        names = datasets.get_dataset_split_names(name)
+        names = datasets.get_dataset_split_names(name, config.dataset_config)
         parts = {}
         for split in [s for s in ("train", "validation") if s in names]:
-            if not most:
-                parts[split] = datasets.load_dataset(name, split=split, cache_dir=cache)
-                continue
-            stream = datasets.load_dataset(name, split=split, streaming=True)
-            parts[split] = datasets.Dataset.from_generator(
-                iter_rows,
-                gen_kwargs={"stream": stream, "most": most},
-                features=stream.features,
-                cache_dir=cache,
-            )
+            found = datasets.load_dataset(name, split=split, **options)
+            if most:  # `found.take` would open the next file, too
+                found = datasets.Dataset.from_generator(
+                    iter_rows,
+                    gen_kwargs={"stream": found, "most": most},
+                    features=found.features,
+                    cache_dir=cache,
+                )
+            parts[split] = found
+        if "train" not in parts:
+            raise ValueError(f"it has the splits {names}, and none is named 'train'")
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
-            "the name and the network, set `dataset` to local .txt, .jsonl, or .parquet "
-            f"files, or put a train.bin and a val.bin in {config.data_dir}."
+            "the name, dataset_config, and the network, set `dataset` to local .txt, "
+            ".jsonl, or .parquet files, or put a train.bin and a val.bin in "
+            f"{config.data_dir}."
         ) from error
-    if "train" not in parts:
-        raise ValueError(
-            f"dataset: {name} has the splits {names}, but training needs one named 'train'"
-        )
     return parts
 
 
 def iter_rows(stream: datasets.IterableDataset, most: int) -> Iterator[dict]:
-    """The first rows of a stream. (`stream.take` would open the next file, too.)"""
+    """The first rows of a stream, by a name by which the cache knows them."""
     return itertools.islice(stream, most)
 
 
 def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dataset]:
     """The documents to train on, "train", and to validate with, "val".
 
-    A dataset that has no split named "validation" is divided as nanoGPT divides it.
-
-    Raises:
-        ValueError: there are too few.
+    A dataset that has no split named "validation" is divided as nanoGPT divides it, unless it
+    has too few documents for that: these are left to `write`, under the name "".
     """
     documents = splits["train"]
     if "validation" in splits:
         return {"train": documents, "val": splits["validation"]}
     if math.ceil(config.val_fraction * len(documents)) >= len(documents):
-        raise ValueError(
-            f"val_fraction: {config.val_fraction} of {len(documents)} documents leaves none "
-            "to train on; set it lower, or bring more documents"
-        )
+        return {"": documents}
     parts = documents.train_test_split(
         test_size=config.val_fraction, seed=SPLIT_SEED, shuffle=True
     )
     return {"train": parts["train"], "val": parts["test"]}
 
 
-def count_blocks(documents: datasets.Dataset) -> int:
-    """Into how many tasks to divide `documents`, so that each has some 8 MB of text."""
-    table = documents.data  # of which `documents` may be a part
-    size = table.nbytes * len(documents) / table.num_rows
-    return max(1, min(math.ceil(size / 2**23), len(documents)))
+def first_documents(config) -> list[str]:
+    """The beginnings of the first hundred documents."""
+    if in_files(config.dataset):
+        system, files, _ = find_files(config.dataset)
+        texts = (texts_in(system, file, config.text_column) for file in files)
+        return [x[:1_000] for x in itertools.islice(itertools.chain(*texts), 100)]
+    return [text[:1_000] for text in load(config)["train"][:100]["text"]]
 
 
-def describe(config, tokenize: Callable) -> dict:
-    """What the tokens of `config` are made from, and by which code, to know them by."""
-    found = {
-        "dataset": config.dataset,
-        "tokenizer": config.tokenizer,
-        "dtype": config.token_dtype,
-        "val_fraction": config.val_fraction,
-    }
-    if config.max_documents:
-        found["max_documents"] = config.max_documents
-    if os.path.exists(config.tokenizer):
-        file = tokenizers.find_file(config.tokenizer)
-        found["tokenizer_digest"] = token_files.file_digest(file)
-    if config.text_column != "text":
-        found["text_column"] = config.text_column
-    version = token_files.file_digest
-    if names_files(config.dataset):
+def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
+    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
+
+    Args:
+        tokenized: rows of `split`, as `read` gives it, and `tokens`, a document's tokens as
+            the bytes of numbers of `config.token_dtype`.
+        tokenize: the function that made them, as `existing` takes it.
+
+    Raises:
+        OSError: the disk is full.
+        ValueError: one of the splits has no documents, a document is missing, the tokenizer
+            changes texts, or as `token_files.check` says.
+    """
+    source, texts = (
+        describe(config, tokenize) | versions(config),
+        first_documents(config),
+    )
+    tokenizers.check(tokenizers.load(config.tokenizer), texts, config.tokenizer)
+    first = {"texts": texts, "tokens": hash_of_tokens(texts, tokenize, config)}
+    with token_files.new_folder(config) as folder:
         try:
-            system, files = find_files(config.dataset)
-        except (ConnectionError, FileNotFoundError) as error:
-            if not (Path(config.data_dir) / "manifest.json").exists():
+            found = write_tokens(config, folder, tokenized)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
                 raise
-            print(f"{error}. The tokens in {config.data_dir} are used as they are.")
-            return found
-        if "://" in config.dataset:
-            version = system.ukey  # sizes, times, and so on
-    else:
-        found["split_seed"] = SPLIT_SEED
-        folder = glob.escape(config.dataset)  # if it is one
-        files = sorted(glob.glob(f"{folder}/**/*.parquet", recursive=True))
-    if files:  # your own, which may change
-        contents = zlib.crc32("".join(map(str, map(version, files))).encode())
-        found |= {"files": len(files), "digest": contents, "names": files}
-    return found
+            raise OSError(
+                errno.ENOSPC,
+                f"data_dir: the disk of {folder.parent} has no room for the tokens. Make "
+                "some, or set data_dir to another disk",
+            ) from error
+        manifest = {"source": source} | found | {"first": first}
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    token_files.check(config)
+    return manifest
+
+
+def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
+    """Write train.bin and val.bin; return what is in them: documents, tokens, files.
+
+    Of a single document, the end is for validation.
+    """
+    size, fraction = np.dtype(config.token_dtype).itemsize, config.val_fraction
+    names = [*find_files(config.dataset)[1]] if in_files(config.dataset) else []
+    files, since = {}, 0
+    with (
+        (folder / "train.bin").open("wb") as train,
+        (folder / "val.bin").open("wb") as val,
+        tqdm(desc=folder.parent.name, unit="doc") as bar,
+    ):
+        for place, tokens in documents_in(tokenized):
+            since += 1
+            if " documents in " in place:
+                count, _, file = place.partition(" documents in ")
+                if int(count) != since or file not in names[len(files) :]:
+                    raise ValueError(
+                        f"dataset: {file} has {count} documents, and tokenize gave {since} "
+                        "for it. It must give a row for each, and files must stay the same"
+                    )
+                files[file], since = since, 0
+            if place not in ("train", "val"):
+                place = "val" if is_val(bar.n, fraction) else "train"
+            (val if place == "val" else train).write(tokens)
+            bar.update()
+        if bar.n == 1 and not train.tell() and val.tell():
+            n = val.tell() // size
+            cut = size * (n - math.ceil(fraction * n))
+            val.seek(0)
+            val.truncate()
+            train.write(tokens[:cut])
+            val.write(tokens[cut:])
+        tokens = {"train": train.tell() // size, "val": val.tell() // size}
+    if not all(tokens.values()):
+        lacking = (
+            "train on; set it lower"
+            if tokens["val"]
+            else "validate with; set it higher"
+        )
+        raise ValueError(
+            f"val_fraction: {fraction} of {bar.n} documents leaves none to {lacking}, or "
+            "bring more documents"
+        )
+    absent = [file for file in names if file not in files]
+    if config.max_documents:  # which may end within a file
+        files |= {file: since for file in absent[: bool(since)]}
+    elif lost := [file for file in absent if since or kind_of(file) != ".parquet"]:
+        raise ValueError(f"dataset: of {lost[0]}, no document arrived, or not all")
+    return {"documents": bar.n, "tokens": tokens, "files": files}
+
+
+def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
+    """The split and the tokens of each document, in order however the tasks finish.
+
+    Raises:
+        ValueError, ConnectionError, FileNotFoundError: what a task of ours found wrong.
+    """
+    tokenized.context.enable_progress_bars = False
+    tokenized.context.execution_options.preserve_order = True
+    try:
+        for rows in tokenized.iter_batches(batch_size=None):
+            yield from zip(rows["split"], rows["tokens"])
+    except ray.exceptions.RayTaskError as error:  # which has the task's error as text
+        kinds = {kind.__name__: kind for kind in OURS}
+        ours = rf"({'|'.join(kinds)}): ((?:dataset|text_column|tokenizer): .*)"
+        if found := re.search(ours, str(error)):
+            raise kinds[found[1]](found[2]) from error
+        raise
+
+
+def is_val(place: int, fraction: float) -> bool:
+    """Whether the document at that place, from 0, is for validation.
+
+    These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
+    """
+    before, after = (round(n * fraction, 9) for n in (place, place + 1))  # 0.2 x 35 > 7
+    return math.ceil(after) > math.ceil(before)

