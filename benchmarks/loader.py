@@ -26,6 +26,7 @@ import ray
 
 import trainkit.config
 import trainkit.devices
+import trainkit.token_files
 
 SHORT, LONG = 10**5, 10**7  # windows
 
@@ -54,10 +55,12 @@ def measure(original: str | None, windows: int, folder: Path) -> tuple[float, in
     steps = windows // config.batch_size
     config = dataclasses.replace(config, max_steps=steps)
     common.start_ray("local", num_cpus=common.CORES)
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
     if original:
         batches = original_batches(original, config, windows)
     else:
+        trainkit.token_files.read_in_order(context)  # as each worker does
         mesh = trainkit.devices.make_mesh(config)
         batches = tutorial.read_batches(config, mesh, "train", range(steps))
     next(batches)

@@ -5,16 +5,18 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="$(command -v python || command -v python3)"
+into="${VERIFY_INTO:-build/verify}"
+rm -rf "$into"
 
-# Each file has a process of its own: one that crashes or hangs leaves the others alone.
-options=(-p no:cacheprovider -o addopts= -o faulthandler_timeout=300)
-options+=(-o faulthandler_exit_on_timeout=true --tb=short --into build/verify)
-rm -rf build/verify
+options=(--into "$into" --tb=short -p no:cacheprovider -o addopts=)
+options+=(-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true)
 status=0
-for part in device step run; do
+for part in device step run; do # in processes of their own, so a crash leaves the others alone
   TRANSFORMERS_VERBOSITY=error "$python" -m pytest "benchmarks/verify/test_$part.py" \
     "${options[@]}" "$@" || [ $? = 5 ] || status=1 # 5: no test was asked for
 done
-head -n 1 build/verify/report.md
-echo "The report is build/verify/report.md. To show it, attach build/verify/report.zip."
+if [ -e "$into/report.md" ]; then
+  head -n 1 "$into/report.md"
+  echo "The report is $into/report.md. To show it, attach $into/report.zip to an issue."
+fi
 exit "$status"
