@@ -1,4 +1,4 @@
-"""What the benchmarks share: the notebook, Ray, own processes, the original's code, tables.
+"""What the benchmarks share: the notebook, Ray, own processes, peaks, the original's code.
 
 Import it before `trainkit`, which it finds for scripts that are run from anywhere.
 """
@@ -25,9 +25,27 @@ import numpy as np
 import yaml
 from notebook_module import abstract_state
 from notebook_module import load_notebook as load_notebook
-from notebook_module import load_tools as load_tools
 
 CORES = os.cpu_count()
+# Dense bfloat16 FLOP/s a device, from the vendors' data sheets. A name's first match counts.
+PEAK_FLOPS = {
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2_250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
 
 
 def start_ray(*address: str, **options) -> None:
@@ -92,6 +110,24 @@ def timed_compile(jitted, *arguments):
     return compiled, middle - start, time.perf_counter() - middle
 
 
+def peak_flops(kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by its name, if the table has it."""
+    return next((PEAK_FLOPS[k] for k in PEAK_FLOPS if kind.startswith(k)), None)
+
+
+def flops_per_token(tutorial, config) -> float:
+    """6 N + 12 L D T, with N the parameters less the position embedding.
+
+    MFU, model FLOPs utilization, is tokens/s times this, divided by the peak. From nanoGPT's
+    estimate_mfu: https://github.com/karpathy/nanoGPT/blob/master/model.py.
+    """
+    from trainkit import states
+
+    n_params = states.count_parameters(tutorial.create_model, config)
+    weights = n_params - config.block_size * config.n_embd
+    return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
+
+
 def in_own_process(function: Callable, *arguments):
     """Call `function` in a fresh process: memory, caches, and start-up are its own."""
     spawn = multiprocessing.get_context("spawn")
@@ -152,6 +188,44 @@ def original_training(path: str, config) -> tuple[Callable, Callable]:
     return create, names["train_step"]
 
 
+def compile_original(path: str, config, mesh):
+    """The same of the original's step, which divides a batch over all devices."""
+    import jax
+    from flax import nnx
+
+    create, train_step = original_training(path, config)
+    graph, state = jax.eval_shape(lambda: nnx.split(create()))
+
+    def step(state, batch):
+        parts = nnx.merge(graph, state)
+        loss = train_step.__wrapped__(*parts, batch)
+        return nnx.state(parts), loss
+
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    tokens = jax.ShapeDtypeStruct(
+        (config.batch_size, config.block_size), jax.numpy.int32
+    )
+    jitted = jax.jit(step, in_shardings=(everywhere, divided), donate_argnums=0)
+    return timed_compile(jitted, state, (tokens, tokens))
+
+
+def describe_program(tutorial, config, compiled, trace_s: float, compile_s: float):
+    """What each compiler says: the memory of a device in GiB, and the seconds it took."""
+    from trainkit import states
+
+    memory = compiled.memory_analysis()
+    state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    sizes = {"state": state, "temporary": temporary, "total": state + temporary}
+    return {
+        "parameters": states.count_parameters(tutorial.create_model, config),
+        "windows_at_once": config.device_windows // config.micro_batches,
+        **{f"{name}_gib": round(size / 2**30, 2) for name, size in sizes.items()},
+        "trace_s": round(trace_s, 1),
+        "compile_s": round(compile_s, 1),
+    }
+
+
 def print_table(columns: list[str], rows: list[list], packages: list[str]) -> None:
     """A Markdown table, after the machine and the versions that it comes from."""
     versions = ", ".join(
@@ -163,7 +237,19 @@ def print_table(columns: list[str], rows: list[list], packages: list[str]) -> No
         print(f"| {' | '.join(map(str, row))} |".replace(" --- ", "---"))
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has had in memory."""
+def gib(n: float) -> str:
+    """Bytes for people."""
+    return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.0f} MiB"
+
+
+def device_memory(device) -> int | None:
+    """Bytes that programs may take on a device; None on a CPU."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def memory_in_use(device) -> int:
+    """The most bytes that programs have taken so far; on a CPU, this process."""
+    if stats := device.memory_stats():
+        return stats["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1_024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

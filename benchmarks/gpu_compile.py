@@ -2,8 +2,7 @@
 
     pip install -r requirements-gpu.txt
     python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
-        [--json] [--text program.txt] [--original README.md] [--variant NAME ...]
-        [key=value ...]
+        [--json] [--text program.txt] [--original README.md] [key=value ...]
 
 XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
@@ -11,8 +10,8 @@ writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing 
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
 compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
 `--original` names the README.md of the tutorial that this one replaces: its step is compiled
-instead, for the same GPUs and as many windows, with XLA's own flags. `--variant` names
-functions of variants.py, which change the step. `--text` keeps the program itself.
+instead, for the same GPUs and as many windows, with XLA's own flags. `--text` keeps the
+program itself.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import importlib.util
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,19 +33,15 @@ if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugi
         f"JAX's CUDA plugin brings the compiler: pip install 'jax[cuda12]=={version}'"
     )
 
+import common
 import jax
 import program
-from common import compile_step, load_notebook, parse_changes
 from jax.experimental import topologies
-from tpu_compile import compile_original
-from variants import fetched_before_the_step, recomputed
 
 import trainkit.config
 import trainkit.devices
-import trainkit.states
 import trainkit.workers
 
-VARIANTS = {f.__name__: f for f in (fetched_before_the_step, recomputed)}
 GPUS = Path(__file__).resolve().parent / "gpus"
 
 
@@ -69,7 +63,6 @@ def describe(text: str) -> dict:
         "moved_gb_by_kind": {k: round(n / 1e9, 1) for k, n in kinds.items()},
         "attention_kernels": text.count('custom_call_target="__cudnn$fmha'),
         "collectives": program.collectives(parsed),
-        "overlapped": program.overlapped(parsed),
         "scatters": program.scatters(parsed),
         "copies_gb": {
             shapes: round(n / 1e9, 2)
@@ -90,12 +83,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--text", help="a file for the program's text")
     parser.add_argument("--original", help="README.md of the original tutorial")
-    parser.add_argument("--variant", action="append", default=[], choices=VARIANTS)
     arguments = parser.parse_intermixed_args()
-    tutorial = load_notebook()
-    for name in arguments.variant:
-        VARIANTS[name](tutorial)
-    changes = parse_changes(arguments.changes)
+    tutorial = common.load_notebook()
+    changes = common.parse_changes(arguments.changes)
     if arguments.gpus:
         changes |= {"num_workers": arguments.gpus, "devices_per_worker": 1}
     config = trainkit.config.load_config(arguments.config, **changes)
@@ -115,48 +105,19 @@ def main() -> None:
             config,
             batch_size=config.batch_size // config.micro_batches,
         )
-        compiling = compile_original(arguments.original, config, mesh)
+        compiling = common.compile_original(arguments.original, config, mesh)
     else:
-        compiling = compile_step(tutorial, config, mesh)
-    compiled, trace_s, compile_s = compiling
-    memory, gib = compiled.memory_analysis(), partial(round, ndigits=2)
-    state = memory.argument_size_in_bytes / 2**30
-    temporary = memory.temp_size_in_bytes / 2**30
+        compiling = common.compile_step(tutorial, config, mesh)
+    compiled, *seconds = compiling
     if arguments.text:
         Path(arguments.text).write_text(compiled.as_text())
     report = {
         "config": Path(arguments.config).stem,
         "gpus": f"{count} x {arguments.gpu}",
-        "parameters": trainkit.states.count_parameters(tutorial.create_model, config),
-        "windows_at_once": config.device_windows // config.micro_batches,
-        "state_gib": gib(state),
-        "temporary_gib": gib(temporary),
-        "total_gib": gib(state + temporary),  # results take the state's place
+        **common.describe_program(tutorial, config, compiled, *seconds),
         **describe(compiled.as_text()),
-        "trace_s": round(trace_s, 1),
-        "compile_s": round(compile_s, 1),
     }
-    print(json.dumps(report) if arguments.json else as_lines(report))
-
-
-def as_lines(report: dict) -> str:
-    """The report for people: a line for each fact, and for each part of a long one."""
-    lines = []
-    for key, value in report.items():
-        parts = value
-        if isinstance(value, dict):
-            parts = [f"{n:>8} {name}" for name, n in value.items()]
-        elif key == "collectives":
-            parts = [
-                f"{c['times']:>4} x {c['bytes'] / 2**20:8.1f} MiB {c['kind']} "
-                f"{c['arrays']:.60}{' (in a loop)' if c['in_loop'] else ''}"
-                for c in value
-            ]
-        if isinstance(parts, list):
-            lines += [f"{key:20} {len(parts)}", *(f"    {part}" for part in parts)]
-        else:
-            lines.append(f"{key:20} {parts}")
-    return "\n".join(lines)
+    print(json.dumps(report, indent=None if arguments.json else 1))
 
 
 if __name__ == "__main__":

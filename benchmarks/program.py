@@ -13,7 +13,6 @@ from typing import NamedTuple
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
-WORK = ("products", "attention")
 COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all collective-permute"
 COLLECTIVES = COLLECTIVES.split() + ["ragged-all-to-all"]
 # What only names or selects: nothing is read or written.
@@ -243,31 +242,6 @@ def count_collectives(program: Program) -> dict[str, int]:
     bodies = program.computations.values()
     ops = (i.op.removesuffix("-start") for body in bodies for i in body.values())
     return dict(collections.Counter(op for op in ops if op in COLLECTIVES))
-
-
-def overlapped(program: Program) -> dict[str, str]:
-    """Of each kind, how many collectives have products between their start and their end.
-
-    The text of a program for GPUs is in the order in which its instructions start.
-    """
-    counts = collections.defaultdict(lambda: [0, 0])
-    for body in program.computations.values():
-        under_way = {}  # whether there was a product since, by name
-        for instruction in body.values():
-            kind, alone = (
-                collective_of(instruction),
-                Executed(instruction, [], 1, False),
-            )
-            if kind:
-                counts[kind][1] += 1
-            if kind and instruction.op.endswith("-start"):
-                under_way[instruction.name] = False
-            elif instruction.op.endswith("-done"):
-                started = instruction.operands[0]
-                counts[collective_of(body[started])][0] += under_way.pop(started, False)
-            elif instruction.op == "while" or kind_of(program, alone) in WORK:
-                under_way = dict.fromkeys(under_way, True)
-    return {kind: f"{hidden} of {all_}" for kind, (hidden, all_) in counts.items()}
 
 
 def scatters(program: Program) -> list[str]:

@@ -3,13 +3,12 @@
     python benchmarks/train_step.py [cpu | gpu | tpu] [--original README.md] [--rounds 2]
 
 Trains GPT-2 124M on one device with random tokens: the notebook's step with changes of its
-configuration, or of its code, as variants.py has them; the step of the tutorial that this
-one replaces, if `--original` names its README.md; and Hugging Face's GPT-2 in PyTorch with the
-same loss, optimizer, and batch.
+configuration; the step of the tutorial that this one replaces, if `--original` names its
+README.md; and Hugging Face's GPT-2 in PyTorch with the same loss, optimizer, and batch.
 Every row has a process of its own in each round. Speed is the median of all steps but the
 first two of a process; the time to compile is what the first step takes longer than that.
 Peak memory is the device's, and on CPU the whole process's. MFU refers to the data sheet's
-peak, and on CPU to the speed of JAX's own product of two square matrices, measured first.
+peak.
 """
 
 import argparse
@@ -21,25 +20,20 @@ from statistics import median
 import numpy as np
 from common import (
     ROOT,
+    flops_per_token,
     for_one_device,
     interleave,
     load_notebook,
-    load_tools,
+    memory_in_use,
     original_training,
-    peak_memory,
+    peak_flops,
     print_table,
     random_windows,
 )
 from notebook_module import initial_state
-from variants import (
-    loss_differentiated_by_jax,
-    vocabulary_not_padded,
-    without_donation,
-)
 
 import trainkit.config
 import trainkit.devices
-import trainkit.states
 
 CPU = {
     "platform": "cpu",
@@ -55,12 +49,6 @@ VARIANTS = [  # changes of the configuration; those that it already has are left
     {"loss_chunks": 1},
     {"loss_chunks": 8},
     {"micro_batches": 2},  # of a batch that is twice as large
-]
-OTHER_CODE = [  # and the changes of the configuration that each stands beside
-    (loss_differentiated_by_jax, {"loss_chunks": 1}),
-    (loss_differentiated_by_jax, {"loss_chunks": 8}),
-    (vocabulary_not_padded, {}),
-    (without_donation, {}),
 ]
 STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 
@@ -80,17 +68,10 @@ def variants(platform: str) -> list[dict]:
     return [v for v in VARIANTS if all(getattr(config, k) != x for k, x in v.items())]
 
 
-def name_of(changes: dict, code: str = "") -> str:
-    fields = [f"{key}: {value}" for key, value in changes.items()]
-    return ", ".join(["ours", *filter(None, [code.replace("_", " ")]), *fields])
-
-
-def our_step(tutorial, config, change: Callable | None = None) -> Callable:
+def our_step(tutorial, config) -> Callable:
     """The notebook's step, fed from the device's memory."""
     import jax
 
-    if change:
-        change(tutorial)
     mesh = trainkit.devices.make_mesh(config, jax.devices()[:1])
     jax.set_mesh(mesh)
     state = initial_state(tutorial, config, mesh)
@@ -159,37 +140,15 @@ def pytorch_step(tutorial, config, compiled: bool) -> Callable:
     return step
 
 
-def device(platform: str, pytorch: bool) -> tuple[str, int]:
-    """The device's name, and the most bytes in use so far; on CPU, the process's."""
-    if platform == "cpu":
-        return "CPU", peak_memory()
-    if pytorch:
+def device(torchs: bool) -> tuple[str, int]:
+    """The device's name, and the most bytes in use so far; on a CPU, the process's."""
+    if torchs:
         import torch
 
         return torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
     import jax
 
-    first = jax.devices()[0]
-    return first.device_kind, first.memory_stats()["peak_bytes_in_use"]
-
-
-def matmul_flops(n: int = 2048, dtype: str = "float32") -> float:
-    """FLOP/s of a product of two matrices [n, n] on the first device."""
-    import jax
-
-    square = jax.numpy.ones((n, n), dtype)
-    return 2 * n**3 / seconds_of(jax.jit(jax.numpy.matmul), square, square)
-
-
-def seconds_of(function: Callable, *arguments) -> float:
-    """How long a compiled function takes: the median of ten calls, after the first."""
-    import jax
-
-    times = [time.perf_counter()]
-    for _ in range(11):
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter())
-    return float(np.median(np.diff(times)[1:]))
+    return jax.devices()[0].device_kind, memory_in_use(jax.devices()[0])
 
 
 def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> dict:
@@ -197,25 +156,20 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
     tutorial = load_notebook()
     try:
         config = make_config(platform, changes)
-        measured = matmul_flops() if platform == "cpu" else None
         step = make_step(tutorial, config, *arguments)
         times = [time.perf_counter()]
         for _ in range(STEPS[platform]):
             step()
             times.append(time.perf_counter())
-        name, memory = device(platform, make_step is pytorch_step)
+        name, memory = device(make_step is pytorch_step and platform == "gpu")
     except Exception as error:  # an absent package, or too little memory
         return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
-    run_log = load_tools("run_log")
-    peaks = run_log.PEAK_FLOPS
-    peak = next((peaks[k] for k in peaks if name.startswith(k)), measured)
-    n_params = trainkit.states.count_parameters(tutorial.create_model, config)
-    flops = run_log.flops_per_token(config, n_params)
+    peak = peak_flops(name)
     return {
         "tokens": config.batch_size * config.block_size,
         "seconds": np.diff(times),
         "memory": memory,
-        "peak_tokens_per_s": peak and peak / flops,
+        "peak_tokens_per_s": peak and peak / flops_per_token(tutorial, config),
     }
 
 
@@ -254,9 +208,8 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in every round
     rows = {"ours": (our_step, {})}
     for changes in variants(platform):
-        rows[name_of(changes)] = our_step, changes
-    for change, beside in OTHER_CODE:
-        rows[name_of(beside, change.__name__)] = our_step, beside, change
+        ((key, value),) = changes.items()
+        rows[f"ours, {key}: {value}"] = our_step, changes
     if original:
         rows["the original tutorial"] = original_step, {}, original
     if platform != "tpu":

@@ -8,28 +8,20 @@ ROOT = Path(__file__).resolve().parent.parent
 GITHUB, RAW = "https://github.com/", "https://raw.githubusercontent.com/"
 ABSOLUTE = re.compile(r"[a-z][a-z\d+.-]*:|//|#", re.I)  # or a place on the page itself
 LINK = re.compile(
-    r"(?P<ticks>(?<!`)`+(?!`)).+?(?<!`)(?P=ticks)(?!`)"  # code, which stays as it is
+    r"^(?P<fence>```+|~~~+).*?^(?P=fence)|(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)"
     r"|(?P<before>!\[[^\]]*\]\(|\]\(|^\[[^\]]+\]:\s+"
     r"|<(?:img|a)\s[^>]*?(?:src|href)=[\"']?)"
     r"(?P<to>[^\s)\"'>]+)",
-    re.I,
+    re.I | re.M | re.S,
 )
 
 
 class Addresses:
-    """Where our files are on GitHub: carried to another repository, or in `source`.
+    """Where our files are on GitHub: carried to another repository, or in our own."""
 
-    Attributes:
-        left_behind: the files that are linked to and aren't carried.
-    """
-
-    def __init__(
-        self, carried: dict[str, str], repository: str, branch: str, source: str
-    ):
+    def __init__(self, carried: dict[str, str], repository: str, source: str):
         """`carried` has the path in `repository` of each file that is carried there."""
-        self.carried, self.left_behind = carried, set()
-        self.repository, self.branch = repository, branch
-        self.source = source.rstrip("/")
+        self.carried, self.repository, self.source = carried, repository, source
 
     def absolute(self, page: str, to: str, image: bool) -> str:
         """The address of what `page` names by the relative path `to`.
@@ -41,32 +33,20 @@ class Addresses:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
         if path.startswith("..") or not (ROOT / path).exists():
             raise SystemExit(f"{page} names {to}, which isn't there. Correct the link.")
-        if there := self.carried.get(path):
-            base, branch = self.repository, self.branch
-        else:
-            base, branch, there = self.source, "main", path
-            self.left_behind.add(path)
+        base = self.repository if path in self.carried else self.source
+        there = self.carried.get(path, path)
         if image:
-            return f"{base.replace(GITHUB, RAW)}/{branch}/{there}"
+            return f"{base.replace(GITHUB, RAW)}/main/{there}"
         kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"{base}/{kind}/{branch}/{there}{mark}{anchor}"
+        return f"{base}/{kind}/main/{there}{mark}{anchor}"
 
     def rewrite(self, page: str, text: str) -> str:
         """The Markdown `text` of `page`, changed in its addresses only; code stays."""
 
         def change(match: re.Match) -> str:
-            if match["ticks"] or ABSOLUTE.match(match["to"]):
+            if not match["to"] or ABSOLUTE.match(match["to"]):
                 return match[0]
             image = match["before"].lower().startswith(("!", "<img"))
             return match["before"] + self.absolute(page, match["to"], image)
 
-        lines, fence = text.split("\n"), None
-        for i, line in enumerate(lines):
-            mark = re.match(r"\s*(`{3,}|~{3,})", line)
-            if mark and fence is None:
-                fence = mark[1]
-            elif mark and mark[1].startswith(fence):
-                fence = None
-            elif fence is None:
-                lines[i] = LINK.sub(change, line)
-        return "\n".join(lines)
+        return LINK.sub(change, text)

@@ -1,14 +1,12 @@
-"""Draw the page's diagrams: who calls whom, how the model is divided, how fast it trains.
+"""Draw the pages' diagrams: who calls whom, and how the model is divided.
 
     python ci/make_diagrams.py
 
-Writes images/lanes.png, images/sharding.png, and images/throughput.png. The second one
-asks the notebook's own functions which device holds which part of each array, on eight
-simulated devices; the third shows the table of the train step in benchmarks/README.md.
+Writes images/lanes.png and images/sharding.png. The second one asks the notebook's own
+functions which device holds which part of each array, on eight simulated devices.
 """
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -111,26 +109,6 @@ def draw_sharding(path: Path) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-def draw_throughput(path: Path) -> None:
-    """The rows of the table as bars: this notebook's step, and the peers'."""
-    text = (ROOT / "benchmarks/README.md").read_text()
-    table = re.search(r"^\| step \| tokens/s .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
-    rows = [line.strip("| ").split(" | ") for line in table[1].splitlines()]
-    speeds = {name: int(speed.replace(",", "")) for name, speed, *_ in rows}
-    peers = [name for name in speeds if name == "ours" or not name.startswith("ours")]
-    peers.sort(key=speeds.get)
-    figure, axes = plt.subplots(figsize=(7, 0.5 * len(peers) + 0.8))
-    colors = ["tab:blue" if name == "ours" else "lightgray" for name in peers]
-    labels = [name.replace("ours", "this notebook") for name in peers]
-    bars = axes.barh(labels, [speeds[name] for name in peers], color=colors)
-    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-    axes.margins(x=0.12)
-    axes.set(xlabel="tokens/s")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 if __name__ == "__main__":
     draw_lanes(ROOT / "images/lanes.png")
     draw_sharding(ROOT / "images/sharding.png")
-    draw_throughput(ROOT / "images/throughput.png")

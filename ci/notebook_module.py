@@ -1,24 +1,66 @@
 """Load the notebook's own definitions as a module, so that nothing is written twice.
 
 Ray pickles functions of `__main__`, which is where a notebook's are, by value; the module
-is registered for the same treatment. Without Ray, what needs it is left out, and the model
-and its train step are there all the same.
+is registered for the same treatment. Where Ray is missing, its names stand for nothing, and
+the model and its train step are there all the same.
 """
 
 import ast
-import contextlib
-import importlib
 import importlib.util
 import json
 import linecache
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "README.ipynb"
-RAY = importlib.util.find_spec("ray")
-HAS_RAY = bool(RAY and RAY.origin)  # and isn't a folder that happens to have its name
+
+
+def is_installed(name: str) -> bool:
+    """Whether there is such a package, and not a folder that happens to have its name."""
+    spec = importlib.util.find_spec(name)
+    return bool(spec and spec.origin)
+
+
+HAS_RAY = is_installed("ray")
+# What the model and its train step don't need.
+OTHERS = "datasets filelock fsspec pandas pyarrow ray tiktoken tokenizers tqdm".split()
+MISSING = {name for name in OTHERS if not HAS_RAY and not is_installed(name)}
+
+
+class Name(type):
+    """A name of a missing package: a class to inherit from, with any name in it."""
+
+    def __getattr__(cls, name: str) -> "Name":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Name(name, (), {})
+
+
+class MissingModule(types.ModuleType):
+    """A module of a missing package."""
+
+    __getattr__ = Name.__getattr__
+
+
+class Finder:
+    """Finds the modules of missing packages."""
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        missing = name.partition(".")[0] in MISSING
+        return ModuleSpec(name, self, is_package=True) if missing else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return MissingModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing in it."""
+
+
+if MISSING:
+    sys.meta_path.insert(0, Finder())
 
 
 def is_definition(node: ast.stmt) -> bool:
@@ -49,7 +91,7 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
         name = f"{path} code cell {index}"
         lines = source.splitlines(keepends=True)
         linecache.cache[name] = len(source), None, lines, name  # as Jupyter does
-        define(module, tree, name)
+        exec(compile(tree, name, "exec"), module.__dict__)
     if HAS_RAY:
         import ray
 
@@ -71,32 +113,3 @@ def initial_state(tutorial: types.ModuleType, config, mesh):
 
     abstract = abstract_state(tutorial, config, mesh)
     return states.initial_state(tutorial.create_state, config, abstract)
-
-
-def load_tools(name: str) -> types.ModuleType:
-    """The module of trainkit of that name; without Ray, what of it doesn't need Ray."""
-    if HAS_RAY:
-        return importlib.import_module(f"trainkit.{name}")
-    module, path = types.ModuleType(f"trainkit.{name}"), ROOT / f"trainkit/{name}.py"
-    define(module, ast.parse(path.read_text()), str(path))
-    return module
-
-
-def define(module: types.ModuleType, tree: ast.Module, name: str) -> None:
-    """Run the statements of `tree` in `module`; without Ray, all but those that need it."""
-    if HAS_RAY:
-        exec(compile(tree, name, "exec"), module.__dict__)
-        return
-    for node in tree.body:
-        for part in one_by_one(node):
-            with contextlib.suppress(ImportError, NameError, AttributeError):
-                exec(compile(ast.Module([part], []), name, "exec"), module.__dict__)
-
-
-def one_by_one(node: ast.stmt) -> list[ast.stmt]:
-    """A statement; one that imports several names as one for each."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return [node]
-    fields = dict(ast.iter_fields(node))
-    parts = [type(node)(**fields | {"names": [name]}) for name in node.names]
-    return [ast.copy_location(part, node) for part in parts]

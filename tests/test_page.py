@@ -161,7 +161,7 @@ def build(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess:
     need_packages()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(root / "ci/docs/build.sh"), str(folder)],
+        ["bash", str(root / "ci/docs.sh"), str(folder)],
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,

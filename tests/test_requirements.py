@@ -9,9 +9,9 @@ import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
-import image
 import pytest
 from notebook_module import code_cells
+from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 
@@ -28,9 +28,20 @@ LIBTPU_PLATFORM = "x86_64-manylinux_2_31"  # of its wheels
 PLATFORMS = [LIBTPU_PLATFORM, "aarch64-manylinux_2_28", "aarch64-apple-darwin"]
 
 
+def read_pins(name: str, python: str, arm: bool = False) -> dict[str, str]:
+    """The pins of a requirements file for one Python on Linux, by package, with extras."""
+    target = {"python_version": python, "python_full_version": f"{python}.0"}
+    target |= {"sys_platform": "linux"}
+    target |= {"platform_machine": "aarch64" if arm else "x86_64"}
+    lines = (ROOT / name).read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and line[0] != "#"]
+    found = [r for r in found if not r.marker or r.marker.evaluate(target)]
+    return {r.name: str(r).partition(";")[0] for r in found}
+
+
 def pins(name: str, python: str) -> dict[str, str]:
     """The versions that a file pins, by package."""
-    found = image.read_pins(name, python).values()
+    found = read_pins(name, python).values()
     matches = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", pin) for pin in found]
     assert all(matches), f"{name}: not every line is an exact pin"
     return {match[1]: match[2] for match in matches}
@@ -127,7 +138,7 @@ def test_file_resolves(name, python, platform):
     arm = platform != LIBTPU_PLATFORM
     expected = {
         package: pin.split("==")[1]
-        for package, pin in image.read_pins(name, python, arm).items()
+        for package, pin in read_pins(name, python, arm).items()
     }
     found = {package: entry["version"] for package, entry in resolved.items()}
     assert expected.items() <= found.items()

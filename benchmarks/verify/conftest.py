@@ -1,0 +1,144 @@
+"""What the checks of a device share: its configuration, and how they record what they find."""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import common  # before trainkit
+import notebook_module
+import report as reports
+
+import trainkit.config
+
+CONFIGS = {
+    "cpu": "smoke.yaml",
+    "gpu": "gpt2-124m.yaml",
+    "tpu": "gpt2-124m-tpu-v6e.yaml",
+}
+REPORT, BASE = pytest.StashKey[dict](), pytest.StashKey()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--change", action="append", default=[], help="key=value")
+    parser.addoption("--into", type=Path, help="the folder of the report")
+    parser.addoption("--rehearse", help="a GPU of benchmarks/gpus to compile for")
+
+
+def pytest_configure(config):
+    """Set the environment as a worker has it, before this process looks for devices."""
+    import jax
+
+    from trainkit import workers
+
+    options = config.option
+    options.into = options.into.resolve()
+    options.into.mkdir(parents=True, exist_ok=True)
+    find = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    kind = "gpu" if options.rehearse else subprocess.check_output(find, text=True)
+    file = CONFIGS[kind.strip()]
+    base = trainkit.config.load_config(common.ROOT / "configs" / file)
+    base = common.for_one_device(base, common.parse_changes(options.change))
+    settings = workers.environment(base)
+    settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
+    settings["JAX_COMPILATION_CACHE_DIR"] = f"{options.into}/jax-cache"
+    if base.platform != "cpu":
+        settings["JAX_PLATFORMS"] += ",cpu"  # to compare with
+    if options.rehearse:
+        settings["JAX_PLATFORMS"] = "cpu"
+    os.environ |= settings
+    for key, value in settings.items():
+        if key.startswith("JAX_"):
+            jax.config.update(key.lower(), yaml.safe_load(value))
+    if base.platform == "gpu":
+        workers.load_cuda_libraries()
+    path = options.into / "report.json"
+    new = {"device": "an unknown device", "date": str(datetime.date.today())}
+    new |= {"configuration": " ".join([file, *options.change])}
+    new |= {"versions": {}, "parts": {}}
+    config.stash[REPORT] = json.loads(path.read_text()) if path.exists() else new
+    config.stash[BASE] = base
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig) -> dict:
+    """What is known so far."""
+    return pytestconfig.stash[REPORT]
+
+
+@pytest.fixture(scope="session")
+def base(pytestconfig):
+    """The platform's configuration, with the changes asked for, for one device."""
+    return pytestconfig.stash[BASE]
+
+
+@pytest.fixture(scope="session")
+def tutorial():
+    return notebook_module.load_notebook()
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig):
+    """The first device; in a rehearsal, one that exists by its description only."""
+    if pytestconfig.option.rehearse:
+        from gpu_compile import virtual_gpus
+
+        return virtual_gpus(pytestconfig.option.rehearse, 1)[0]
+    import jax
+
+    return jax.devices()[0]
+
+
+@pytest.fixture
+def record(request):
+    """A function that records what is found; if it isn't as expected, the test fails."""
+
+    def add(what: str, found: str, expected="", passed=True, value=None):
+        result = "fail" if not passed else "pass" if expected else "measured"
+        row = {"what": what, "expected": expected, "found": found, "result": result}
+        row |= {} if value is None else {"value": value}
+        request.node.user_properties.append(("row", row))
+        assert passed, f"{what}: expected {expected}, found {found}"
+
+    return add
+
+
+def keep(item, rows: list[dict]) -> None:
+    """Keep the rows of a test in the report, in place of those that it had."""
+    part = item.path.stem.removeprefix("test_")
+    report = item.config.stash[REPORT]
+    others = [r for r in report["parts"].get(part, []) if r["test"] != item.name]
+    report["parts"][part] = others + [row | {"test": item.name} for row in rows]
+    reports.write(report, item.config.option.into)
+
+
+def row_of(item, found: str, result: str = "fail") -> dict:
+    """A row for a test as a whole."""
+    what = item.function.__doc__.splitlines()[0].rstrip(".")
+    return {"what": what, "expected": "", "found": found, "result": result}
+
+
+def pytest_runtest_setup(item):
+    keep(item, [row_of(item, "it crashed, or took longer than five minutes")])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Keep what a test that has ended has found, and why, if it broke or was skipped."""
+    report = yield
+    if call.when == "call" or not report.passed:
+        rows = [row for _, row in item.user_properties]
+        if report.skipped:
+            rows.append(
+                row_of(item, report.longrepr[2].removeprefix("Skipped: "), "skipped")
+            )
+        elif report.failed and not any(row["result"] == "fail" for row in rows):
+            rows.append(row_of(item, f"{call.excinfo.exconly():.300}"))
+        keep(item, rows)
+    return report
