@@ -15,13 +15,6 @@ import trainkit.generate
 import trainkit.huggingface
 import trainkit.token_files
 
-# Documents.
-
-
-def test_documents_without_a_word_make_one_block():
-    assert trainkit.corpus.count_blocks(datasets.Dataset.from_dict({"text": [""]})) == 1
-
-
 # Token files.
 
 

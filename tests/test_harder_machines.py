@@ -67,20 +67,3 @@ def test_windows_is_refused_in_a_sentence():
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "runs on Linux and macOS, found 'win32'" in result.stderr
-
-
-def test_each_workers_windows_ask_for_one_cpu(cluster):
-    """And the driver's tokenizing for all there are."""
-
-    def limit() -> float:
-        dataset = ray.data.range(4)
-        trainkit.token_files.read_in_order(dataset.context)
-        return dataset.context.execution_options.resource_limits.cpu
-
-    class Worker:
-        def limit(self):
-            return limit()
-
-    worker = ray.remote(num_cpus=0)(Worker).remote()
-    assert ray.get(worker.limit.remote()) == 1
-    assert limit() == float("inf")

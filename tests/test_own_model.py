@@ -28,9 +28,7 @@ def lion(config):
 
 
 @pytest.mark.extra
-def test_another_model_and_optimizer(
-    tutorial, cluster, small, write_bins, monkeypatch
-):
+def test_another_model_and_optimizer(tutorial, cluster, small, write_bins, monkeypatch):
     """They learn, on two devices that divide them, and go on where they stopped."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     import llama

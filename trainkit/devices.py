@@ -44,14 +44,15 @@ def name_of(path: tuple) -> str:
 def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
     """A pytree like `params`: which axes of the mesh divide each parameter.
 
-    A row of `rules` has a part of parameters' names, such as "attn/query", and a mesh axis
-    or None for each axis of their kernel or embedding; the first row that fits counts. What
+    A row of `rules` has parts of parameters' names, as in "query|key", and a mesh axis or
+    None for each axis of their kernels or embedding; the first that fits counts. What
     no row names is divided over `fsdp` along the largest axis that divides, if it has two
     axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
 
     Raises:
         ValueError: a row fits no parameter, or doesn't divide one.
     """
+    rules = [(name, axes) for names, axes in rules for name in names.split("|")]
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {name_of(path): x.shape for path, x in leaves}
     found, fitting = {}, set()
