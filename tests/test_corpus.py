@@ -93,6 +93,7 @@ NAMES = {
     "why?.txt": "yes",
     "Bücher [1].txt": "title",
     "100% #1 a::b.txt": "signs",
+    "n\u202fw\n.txt": "spaces",
     "sub/c.txt": "deep",
     "sub/sub/d.txt": "deeper",
 }
@@ -112,7 +113,7 @@ NAMES = {
         ("*/*.txt", ["deep"]),
         (
             "**/*.txt",
-            ["signs", "title", "plain", "bracket", "deep", "deeper", "no", "yes"],
+            "signs title plain bracket spaces deep deeper no yes".split(),
         ),
     ],
 )
@@ -331,6 +332,9 @@ def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
 def test_what_the_hub_lacks(small, tmp_path, monkeypatch):
     folder = hub_folder(tmp_path, test=STORIES)
     with pytest.raises(ConnectionError, match=r"dataset: .*splits \['test'\]"):
+        trainkit.corpus.load(small(dataset=folder))
+    folder = hub_folder(tmp_path / "v[1]", train=STORIES)
+    with pytest.raises(ConnectionError, match="takes such a name for a pattern"):
         trainkit.corpus.load(small(dataset=folder))
     folder = hub_folder(tmp_path / "2", train=[["a", None]])
     with pytest.raises(

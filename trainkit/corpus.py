@@ -139,7 +139,9 @@ def read(config) -> ray.data.Dataset:
         system, files, left_out = find_files(config.dataset)
         if left_out:
             names = ", ".join(left_out[:3])
-            print(f"dataset: without {len(left_out)} files named with . or _: {names}")
+            print(
+                f"dataset: left out, since . or _ begins a name in {len(left_out)}: {names}"
+            )
         shared, column = ray.put((system, [*files])), config.text_column
 
         def read_files(rows: dict[str, np.ndarray]) -> Iterator[pa.Table]:
@@ -282,7 +284,7 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
     if not files:
         raise FileNotFoundError(f"dataset: no file matches {name}")
     for file in files:
-        if found[file]["type"] != "file" or not file.isprintable():
+        if found[file]["type"] != "file" or re.search(r"[\ud800-\udfff]", file):
             raise ValueError(
                 f"dataset: {name} names {file!r}, which can't be read: a link that leads "
                 "nowhere or back, no file, or a name that isn't UTF-8. Mend it, or move it"
@@ -357,6 +359,8 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     options = {"name": config.dataset_config, "streaming": bool(most)}
     options["cache_dir"] = cache
     try:
+        if re.search(r"[*?\[\]]", name):
+            raise ValueError("the datasets library takes such a name for a pattern")
         names = datasets.get_dataset_split_names(name, config.dataset_config)
         parts = {}
         for split in [s for s in ("train", "validation") if s in names]:
