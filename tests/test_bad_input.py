@@ -38,7 +38,7 @@ def test_token_file_that_is_cut_off(small, write_bins):
     text = json.dumps({"source": {"dataset": "builtin"}, "tokens": tokens})
     assert manifest_of(config, text)["tokens"] == tokens
     trainkit.token_files.path_of(config, "val").write_bytes(b"12")
-    with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, expected 800"):
+    with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, not 800"):
         manifest_of(config, text)
 
 

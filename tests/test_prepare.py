@@ -15,6 +15,8 @@ import pytest
 import ray
 import tiktoken
 from accidents import wait_for
+from conftest import start_ray
+from samples import without_a_cluster
 
 import trainkit.corpus
 import trainkit.token_files
@@ -85,8 +87,25 @@ def gpt2(small, **changes):
     return small(vocab_size=50_257, **changes)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.zst", "jsonl.gz", "parquet", "txt"])
-def test_local_files_byte_for_byte(tutorial, cluster, small, tmp_path, suffix):
+@pytest.fixture(
+    params=[
+        "jsonl.zst",
+        "jsonl.gz",
+        "parquet",
+        "txt",
+        pytest.param("parquet by Ray", marks=pytest.mark.slow),
+    ]
+)
+def suffix(request, monkeypatch):
+    """The last one's files are read by a cluster, and the others' in this process."""
+    if "by Ray" in request.param:
+        start_ray()
+    else:
+        without_a_cluster(monkeypatch)
+    return request.param.partition(" ")[0]
+
+
+def test_local_files_byte_for_byte(tutorial, small, tmp_path, suffix):
     texts = TEXTS[:40] if suffix == "txt" else TEXTS  # one file a document
     put(tmp_path, suffix, texts)
     column = "text" if suffix == "txt" else "body"
@@ -123,7 +142,10 @@ def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
     assert written(config) == bins_of_files(texts, 1_000)
 
 
-def test_the_first_documents_of_files_are_enough(tutorial, cluster, small, tmp_path):
+def test_the_first_documents_of_files_are_enough(
+    tutorial, small, tmp_path, monkeypatch
+):
+    without_a_cluster(monkeypatch)
     put(tmp_path, "jsonl", TEXTS)
     options = {"dataset": str(tmp_path), "text_column": "body", "max_documents": 755}
     config = gpt2(small, data_dir=f"{tmp_path}-data", **options)
@@ -132,7 +154,8 @@ def test_the_first_documents_of_files_are_enough(tutorial, cluster, small, tmp_p
     assert [*manifest["files"].values()] == [750, 5]
 
 
-def test_a_single_document_is_cut_in_two(tutorial, cluster, small, tmp_path):
+def test_a_single_document_is_cut_in_two(tutorial, small, tmp_path, monkeypatch):
+    without_a_cluster(monkeypatch)
     text = "To be, or not to be: that is the question. " * 50
     (tmp_path / "hub").mkdir()
     documents = datasets.Dataset.from_dict({"text": [text]})

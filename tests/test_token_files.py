@@ -117,9 +117,9 @@ def numpys(ids) -> bytes:
 @pytest.mark.parametrize(
     "encode, words",
     [
-        (lambda ids: ids.astype(np.uint32).tobytes(), "four or more bytes for each"),
-        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four or more bytes for each"),
-        (lambda ids: ids.astype(np.int64).tobytes(), "four or more bytes for each"),
+        (lambda ids: ids.astype(np.uint32).tobytes(), "four or more bytes a token"),
+        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four or more bytes a token"),
+        (lambda ids: ids.astype(np.int64).tobytes(), "four or more bytes a token"),
         (llm_c, "llm.c: leave out its first 1,024 bytes"),
         (llm_c_of_llama, "llm.c: leave out its first 1,024 bytes"),
         (numpys, "numpy.save: write the array with tofile"),

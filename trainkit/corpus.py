@@ -52,7 +52,6 @@ def existing(config, tokenize: Callable) -> dict | None:
 
     Raises:
         FileExistsError: the folder holds tokens of another source, or other files.
-        PermissionError: the folder can't be made.
         ValueError: the files can't be trained on, as `token_files.check` says.
     """
     folder = Path(config.data_dir)
@@ -139,7 +138,7 @@ def read(config) -> ray.data.Dataset:
         system, files, left_out = find_files(config.dataset)
         if left_out:
             names = ", ".join(left_out[:3])
-            print(f"dataset: without {len(left_out)} files named with . or _: {names}")
+            print(f"dataset: left out, as names with . or _: {len(left_out)}, {names}")
         shared, column = ray.put((system, [*files])), config.text_column
 
         def read_files(rows: dict[str, np.ndarray]) -> Iterator[pa.Table]:
@@ -161,13 +160,13 @@ def read(config) -> ray.data.Dataset:
         return found.limit(config.max_documents) if config.max_documents else found
     parts = split(load(config), config)
     documents = datasets.concatenate_datasets([*parts.values()])
-    names = np.repeat([*parts], [len(part) for part in parts.values()])
-    shared = ray.put((documents, names))  # of files, a description
+    shared, names = ray.put(documents), [*parts]  # of files, a description
+    n_first = len(parts[names[0]])
 
     def fetch(rows: dict[str, np.ndarray]) -> pa.Table:
-        documents, names = ray.get(shared)
-        place = slice(int(rows["id"][0]), int(rows["id"][-1]) + 1)
-        return pa.table({"text": documents[place]["text"], "split": names[place]})
+        texts = ray.get(shared)[rows["id"][0] : rows["id"][-1] + 1]["text"]
+        split = np.where(rows["id"] < n_first, names[0], names[-1])
+        return pa.table({"text": texts, "split": split.tolist()})
 
     blocks = min(math.ceil(documents.data.nbytes / TASK) or 1, len(documents))
     numbers = ray.data.range(len(documents), override_num_blocks=blocks)
@@ -188,9 +187,7 @@ def texts_in(system, path: str, column: str) -> Iterator[str]:
                 if not isinstance(row, dict):
                     raise TypeError(f"found {row!r:.60}")
                 if not isinstance(text := row.get(column), str):
-                    raise TypeError(
-                        f"found {text!r:.60} in one of the columns {[*row]}"
-                    )
+                    raise TypeError(f"found {text!r:.60}, in the columns {[*row]}")
                 text.encode()  # or it is none
                 yield text
                 count += 1
@@ -282,7 +279,7 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
     if not files:
         raise FileNotFoundError(f"dataset: no file matches {name}")
     for file in files:
-        if found[file]["type"] != "file" or not file.isprintable():
+        if found[file]["type"] != "file" or re.search(r"[\ud800-\udfff]", file):
             raise ValueError(
                 f"dataset: {name} names {file!r}, which can't be read: a link that leads "
                 "nowhere or back, no file, or a name that isn't UTF-8. Mend it, or move it"
@@ -325,11 +322,9 @@ def load(config) -> dict[str, datasets.Dataset]:
                 f"text_column: expected a column {column!r} of strings, without gaps, in "
                 f"{config.dataset}, found {documents.features}"
             )
-        documents = documents.select_columns([column])
-        documents = (
-            documents if column == "text" else documents.rename_column(column, "text")
-        )
-        parts[name] = documents.take(min(most or len(documents), len(documents)))
+        documents = documents.select_columns([column]).take(most or 2**63 - 1)
+        same = column == "text"
+        parts[name] = documents if same else documents.rename_column(column, "text")
     return parts
 
 
@@ -357,6 +352,8 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     options = {"name": config.dataset_config, "streaming": bool(most)}
     options["cache_dir"] = cache
     try:
+        if re.search(r"[*?\[\]]", name):
+            raise ValueError("the datasets library takes such a name for a pattern")
         names = datasets.get_dataset_split_names(name, config.dataset_config)
         parts = {}
         for split in [s for s in ("train", "validation") if s in names]:
@@ -425,10 +422,8 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
         ValueError: one of the splits has no documents, a document is missing, the tokenizer
             changes texts, or as `token_files.check` says.
     """
-    source, texts = (
-        describe(config, tokenize) | versions(config),
-        first_documents(config),
-    )
+    source = describe(config, tokenize) | versions(config)
+    texts = first_documents(config)
     tokenizers.check(tokenizers.load(config.tokenizer), texts, config.tokenizer)
     first = {"texts": texts, "tokens": hash_of_tokens(texts, tokenize, config)}
     with token_files.new_folder(config) as folder:
@@ -455,7 +450,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
     """
     size, fraction = np.dtype(config.token_dtype).itemsize, config.val_fraction
     names = [*find_files(config.dataset)[1]] if in_files(config.dataset) else []
-    files, since = {}, 0
+    files, since, names_left = {}, 0, iter(names)
     with (
         (folder / "train.bin").open("wb") as train,
         (folder / "val.bin").open("wb") as val,
@@ -465,7 +460,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
             since += 1
             if " documents in " in place:
                 count, _, file = place.partition(" documents in ")
-                if int(count) != since or file not in names[len(files) :]:
+                if int(count) != since or file not in names_left:
                     raise ValueError(
                         f"dataset: {file} has {count} documents, and tokenize gave {since} "
                         "for it. It must give a row for each, and files must stay the same"
@@ -475,8 +470,8 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
                 place = "val" if is_val(bar.n, fraction) else "train"
             (val if place == "val" else train).write(tokens)
             bar.update()
-        if bar.n == 1 and not train.tell() and val.tell():
-            n = val.tell() // size
+        if bar.n == 1 and not train.tell():
+            n = len(tokens) // size
             cut = size * (n - math.ceil(fraction * n))
             val.seek(0)
             val.truncate()
@@ -484,11 +479,9 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
             val.write(tokens[cut:])
         tokens = {"train": train.tell() // size, "val": val.tell() // size}
     if not all(tokens.values()):
-        lacking = (
-            "train on; set it lower"
-            if tokens["val"]
-            else "validate with; set it higher"
-        )
+        lacking = "train on; set it lower"
+        if tokens["train"]:
+            lacking = "validate with; set it higher"
         raise ValueError(
             f"val_fraction: {fraction} of {bar.n} documents leaves none to {lacking}, or "
             "bring more documents"

@@ -29,12 +29,8 @@ WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
 BEGINNINGS = {  # of other files
     b"\x93NUMPY": "a file of numpy.save: write the array with tofile",
-    (20240520).to_bytes(
-        4, "little"
-    ): "a file of llm.c: leave out its first 1,024 bytes",
-    (20240801).to_bytes(
-        4, "little"
-    ): "a file of llm.c: leave out its first 1,024 bytes",
+    b"\x88\xd8\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
+    b"\xa1\xd9\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
     b"PK": "a zip archive",
     b"\x1f\x8b": "a gzip archive",
 }
@@ -74,9 +70,7 @@ def read_manifest(folder: Path) -> dict:
         for split, tokens in manifest["tokens"].items():
             size = (folder / f"{split}.bin").stat().st_size
             if size != each * tokens:
-                raise ValueError(
-                    f"{split}.bin has {size} bytes, expected {each * tokens}"
-                )
+                raise ValueError(f"{split}.bin has {size} bytes, not {each * tokens}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{path} or what it describes is damaged ({error!r}). Delete that folder to "
@@ -222,9 +216,7 @@ def check_format(path: Path, config) -> None:
     data = start.tobytes()
     found = [kind for bytes, kind in BEGINNINGS.items() if data.startswith(bytes)]
     if dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
-        found = [
-            "four or more bytes for each token: np.fromfile(path, np.uint32) reads it"
-        ]
+        found = ["four or more bytes a token: np.fromfile(path, np.uint32) reads it"]
     if data.isascii() and not re.search(rb"[\0-\x08]", data):
         found = ["text: set dataset to it, and data_dir to another folder"]
     for other in ("meta.pkl", "train.idx", "train_index.bin"):
