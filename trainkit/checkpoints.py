@@ -190,7 +190,7 @@ class Checkpointer:
                 reasons.append(f"{place} on {socket.gethostname()}: {reason}")
                 print(f"Cannot restore {reasons[-1]}")
             everywhere = on_all_workers(not reason)
-            shutil.rmtree(staging(config) / "fetched", ignore_errors=True)
+            shutil.rmtree(staging(config) / "fetched" / name, ignore_errors=True)
             if everywhere:
                 if jax.process_index() == 0:
                     print(f"Continuing from {place}")
@@ -243,7 +243,7 @@ def local_copy(config: TrainingConfig, name: str) -> Path:
         return Path(stored.path)
     folder = staging(config) / "fetched" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with FileLock(staging(config) / "fetching.lock"):
         if not folder.exists():
             new = folder.with_suffix(".new")
             shutil.rmtree(new, ignore_errors=True)  # of the attempt before
