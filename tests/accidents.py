@@ -177,9 +177,7 @@ def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0
     """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
     train = split == "train"
     steps = range(first_step, config.max_steps) if train else range(config.eval_steps)
-    trainkit.token_files.read_in_order(
-        ray.data.DataContext.get_current()
-    )  # as a worker
+    trainkit.token_files.read_in_order(ray.data.DataContext.get_current())  # as a worker
     yield from tutorial.read_batches(config, mesh, split, steps)
 
 
