@@ -27,7 +27,8 @@ import trainkit.devices
 LANES = ["driver", "controller", "workers", "data tasks", "storage"]
 WHAT = ["this notebook", "of one run", "with all devices", "Ray Data", ""]
 CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
-    ("Launch", [(0, 1, "fit"), (1, 2, "the loop"), (4, 2, "restore")]),
+    ("Launch", [(0, 1, "fit")]),
+    ("Each start,\nalso after a failure", [(1, 2, "the loop"), (4, 2, "restore")]),
     ("Each step", [(4, 3, "windows"), (3, 2, "iter_batches")]),
     ("At checkpoints", [(2, 4, "save"), (2, 1, "report")]),
     ("At the end", [(1, 0, "result")]),
@@ -66,8 +67,11 @@ def draw_lanes(path: Path) -> None:
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
-def draw_array(axes, name: str, shape: tuple, sharding) -> None:
-    """The array as a rectangle, cut where devices divide it, with their numbers."""
+def draw_array(axes, name: str, shape: tuple, sharding, colors: dict) -> None:
+    """The array as a rectangle, cut where devices divide it, with their numbers.
+
+    The same devices have the same color in all arrays.
+    """
     parts = {}
     for device, index in sharding.devices_indices_map(shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
@@ -76,7 +80,7 @@ def draw_array(axes, name: str, shape: tuple, sharding) -> None:
     for ((top, bottom), (left, right)), devices in parts.items():
         box = (left / columns, 1 - bottom / rows)
         width, height = (right - left) / columns, (bottom - top) / rows
-        color = plt.cm.tab10(min(devices))
+        color = plt.cm.tab10(colors.setdefault(tuple(sorted(devices)), len(colors)))
         axes.add_patch(
             Rectangle(
                 box, width, height, facecolor=color, alpha=0.35, edgecolor="black"
@@ -86,7 +90,12 @@ def draw_array(axes, name: str, shape: tuple, sharding) -> None:
         middle = box[0] + width / 2, box[1] + height / 2
         axes.text(*middle, label, ha="center", va="center", size=9)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
-    axes.set_title(f"{name}\n{rows:,} x {columns:,}", size=9)
+    by = [
+        axis and "+".join([axis] if isinstance(axis, str) else axis)
+        for axis in sharding.spec
+    ]
+    cuts = [f"{size:,} over {axis}" for size, axis in zip((rows, columns), by) if axis]
+    axes.set_title("\n".join([name, *cuts, ""][:3]), size=9)
     axes.axis("off")
 
 
@@ -104,8 +113,9 @@ def draw_sharding(path: Path) -> None:
         leaf = jax.tree.leaves(params[name])[0]
         arrays.append((name, leaf.shape, leaf.sharding))
     figure, axes = plt.subplots(1, len(arrays), figsize=(11, 2.9))
+    colors = {}
     for axis, array in zip(axes, arrays):
-        draw_array(axis, *array)
+        draw_array(axis, *array, colors)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 

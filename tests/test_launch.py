@@ -21,6 +21,7 @@ import trainkit.launch
 import trainkit.lock
 import trainkit.run_log
 import trainkit.token_files
+import trainkit.workers
 
 PROGRAM = """
 import dataclasses, functools, os, sys, types
@@ -219,16 +220,18 @@ def test_other_machines_continue_the_program(small, tutorial):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Programs are translated in this process."""
+    """Programs are translated in this process; gives what else was asked of Ray."""
 
     def remote(**options):
         assert options["max_calls"] == 1 and options["num_cpus"] == 0
         return lambda function: SimpleNamespace(remote=function)
 
-    tool = SimpleNamespace(remote=remote, get=lambda found: found)
+    tool, asked = SimpleNamespace(remote=remote, get=lambda found: found), []
     monkeypatch.setattr(trainkit.launch, "ray", tool)
-    monkeypatch.setattr(trainkit.workers, "release_placement_groups", lambda: None)
-    monkeypatch.setattr(trainkit.workers, "check_resources", lambda config: None)
+    free, workers = "release_placement_groups", trainkit.workers
+    monkeypatch.setattr(workers, "check_resources", lambda c: asked.append("resources"))
+    monkeypatch.setattr(workers, free, lambda: asked.append("room"))
+    return asked
 
 
 class Launch:
@@ -295,6 +298,7 @@ def test_a_run_that_has_trained_nothing_may_change(small, here, capsys):
     launch()
     launch("0.1 * g", "0.2 * g")
     assert launch.fitted == 2 and capsys.readouterr().out == ""
+    assert here == ["resources", "room"] * 2
 
 
 def test_a_step_that_cannot_be_traced_is_not_launched(launch):

@@ -21,18 +21,14 @@ from ray.util.placement_group import PlacementGroup
 from trainkit import devices
 from trainkit.config import TrainingConfig, most_workers
 
-DEFAULTS = {
-    "TPU": "configs/stories-tpu-v6e.yaml",
-    "GPU": "configs/stories.yaml",
-    "CPU": "configs/smoke.yaml",
-}
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
 
 
 def default_config() -> str:
     """What GPT2_CONFIG says, or what fits the cluster's TPUs, its GPUs, or two CPU cores."""
-    found = [kind for kind in ("TPU", "GPU") if kind in ray.cluster_resources()]
-    return os.environ.get("GPT2_CONFIG") or DEFAULTS[[*found, "CPU"][0]]
+    names = {"TPU": "stories-tpu-v6e", "GPU": "stories"}
+    fitting = [names[kind] for kind in names if kind in ray.cluster_resources()]
+    return os.environ.get("GPT2_CONFIG") or f"configs/{[*fitting, 'smoke'][0]}.yaml"
 
 
 def with_num_workers(config: TrainingConfig) -> TrainingConfig:
