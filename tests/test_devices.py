@@ -1,8 +1,5 @@
 """The mesh, how parameters are divided over it, and batches on it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import trainkit.config
 import trainkit.devices
 import trainkit.states
 
@@ -186,30 +184,20 @@ def test_rows_that_cannot_be_followed_are_refused(rule, message):
         specs_of((rule,), layer__kernel=(4, 3))
 
 
-NODES = """
-import jax, trainkit.config, trainkit.devices
-for workers, each in ((32, 1), (4, 8)):
-    config = trainkit.config.load_config(
-        "configs/gpt2-xl-gpu.yaml", num_workers=workers, devices_per_worker=each
-    )
-    mesh = trainkit.devices.make_mesh(config)
-    print([[device.id for device in row] for row in mesh.devices[:, :, 0]])
-"""
-
-
-def test_the_gpus_of_a_node_are_neighbors_on_fsdp():
+def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
     """Eight in each of four nodes, however many workers a node has."""
-    flags = "--xla_force_host_platform_device_count=32"
-    result = subprocess.run(
-        [sys.executable, "-c", NODES],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    nodes = [list(range(8 * node, 8 * node + 8)) for node in range(4)]
-    assert result.stdout == f"{nodes}\n" * 2
+    monkeypatch.setattr(trainkit.devices.jax.sharding, "Mesh", lambda grid, axes: grid)
+    gpus = [
+        SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(32)
+    ]
+    nodes = np.arange(32).reshape(4, 8)
+    for workers, each in ((32, 1), (4, 8)):
+        changes = {"num_workers": workers, "devices_per_worker": each}
+        config = trainkit.config.load_config(
+            ROOT / "configs/gpt2-xl-gpu.yaml", **changes
+        )
+        grid = trainkit.devices.make_mesh(config, gpus)[:, :, 0]
+        np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)
 
 
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):

@@ -11,24 +11,29 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "benchmarks/tpu_compile.py"
 
 
-def compile_for_tpu(config: str, *options: str) -> dict:
-    """What `benchmarks/tpu_compile.py` says, from a process of its own."""
-    # A place of its own for libtpu's lock file: one process at a time may use it.
+def run(*command: str) -> str:
+    """What a process of its own prints."""
+    # And a place of its own for libtpu's lock file: one process at a time may use it.
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
-            [sys.executable, SCRIPT, ROOT / "configs" / config, *options, "--json"],
+            [sys.executable, *command],
+            cwd=ROOT,
             env=os.environ | {"TMPDIR": folder, "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
             timeout=1200,
         )
     assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout.splitlines()[-1])
-    print(report)
-    return report
+    return result.stdout
+
+
+def compile_for_tpu(config: str, *options: str) -> dict:
+    """What `benchmarks/tpu_compile.py` says."""
+    script = "benchmarks/tpu_compile.py"
+    said = run(script, f"configs/{config}", *options, "--json")
+    return json.loads(said.splitlines()[-1])
 
 
 def test_gpt2_124m_compiles_for_a_v6e_slice():
@@ -48,16 +53,15 @@ def test_gpt2_xl_compiles_for_a_v6e_slice():
     report = compile_for_tpu("gpt2-xl.yaml")
     assert report["parameters"] == 1_557_611_200
     assert report["total_gib"] < 31.25
-    assert (
-        report["kernels"] == 3
-    )  # in one loop: forward, and forward again and backward
+    # In one loop: forward, and forward again and backward.
+    assert report["kernels"] == 3
     # Parameters come from the chips that keep them; only scalars and sums are reduced.
     assert {"all-gather", "all-reduce"} <= report["collectives"].keys()
 
 
 MESHES = """
 import json, os, sys
-os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 from jax.experimental import topologies
 import trainkit.config, trainkit.devices
 for slices, fsdp, tensor in json.loads(sys.argv[1]):
@@ -76,13 +80,4 @@ for slices, fsdp, tensor in json.loads(sys.argv[1]):
 
 def test_any_mesh_fits_a_slice_and_none_crosses_two():
     shapes = [(1, 1, 1), (1, 16, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (2, 8, 2)]
-    with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            [sys.executable, "-c", MESHES, json.dumps(shapes)],
-            cwd=ROOT,
-            env=os.environ | {"TMPDIR": folder},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run("-c", MESHES, json.dumps(shapes))

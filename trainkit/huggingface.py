@@ -102,7 +102,8 @@ def check_tokenizer(name: str, tokenizer: str) -> None:
     folder = find_folder(name)
     if not any((folder / file).exists() for file in TOKENIZERS[:2]):
         return
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    with reading(folder):
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = tokenizers.load(tokenizer)
     pairs = {
         repr(text): (theirs.encode(text, add_special_tokens=False), encoded)
