@@ -25,9 +25,10 @@ def is_installed(name: str) -> bool:
 
 
 HAS_RAY = is_installed("ray")
-# What the model and its train step don't need.
-OTHERS = "datasets filelock fsspec pandas pyarrow ray tiktoken tokenizers tqdm".split()
-MISSING = {name for name in OTHERS if not HAS_RAY and not is_installed(name)}
+# What the model and its train step don't need: Ray, what it works with, and others.
+MISSING = {"datasets", "pandas", "pyarrow", "ray"}
+OTHERS = ("filelock", "fsspec", "tiktoken", "tokenizers", "tqdm")
+MISSING = set() if HAS_RAY else MISSING | {n for n in OTHERS if not is_installed(n)}
 
 
 class Name(type):

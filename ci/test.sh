@@ -9,7 +9,6 @@ bash ci/browser.sh
 ruff check .
 ruff format --check .
 codespell
-python ci/reading_time.py
 SECONDS=0
 status=0
 run() { python -X faulthandler -m pytest "$@" || status=$?; }

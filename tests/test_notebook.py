@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbclient
 import nbformat
 import pytest
 import ray.train
@@ -21,12 +20,6 @@ from notebook_module import code_cells
 import trainkit.huggingface
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/guide.md", "CONTRIBUTING.md"]
-OWN = {
-    "configs/books.yaml",
-    "configs/mesh.yaml",
-    "configs/mine.yaml",
-}  # files that a reader makes
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
 
@@ -155,50 +148,6 @@ def test_notebook_is_quiet(executed):
 
 
 @pytest.mark.extra
-def test_one_cell_is_run_again_in_one_kernel(tmp_path):
-    """A launch sees what its program has become, with `%%time` above the cell, too."""
-    stop_ray()
-    cells = {c.id: c for c in code_cells() if "aside" not in c.metadata.get("tags", [])}
-    names = list(cells)[: list(cells).index("trainer") + 1]
-    before = [cells[name].source for name in names if name != "learn"]
-    line = "load_config(config_path)"
-    tiny = "load_config(config_path, n_layer=1, n_embd=32, max_steps=2)"
-    assert sum(line in source for source in before) == 1
-    before = [source.replace(line, tiny) for source in before]
-    fit = "try:\n    make_trainer(config).fit()\n    print('went on')\n"
-    fit += "except ValueError as error:\n    print(error)"
-    loss, step = cells["loss"].source, cells["step"].source
-    edits = {
-        "a comment": loss.replace("    return ", "    # the mean\n    return ", 1),
-        "the loss": loss.replace("    return ", "    return 1.01 * ", 1),
-        "the loss as it was": loss,
-        "the step": "%%time\n" + step.replace("(state.step)", "(state.step + 1)", 1),
-    }
-    assert len({*edits.values()}) == 4
-    sources = [*before, fit, *(part for text in edits.values() for part in (text, fit))]
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in sources]
-    )
-    for name in ("configs", "trainkit"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPT2_CONFIG", "configs/smoke.yaml")
-        resources = {"metadata": {"path": str(tmp_path)}}
-        nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
-    said = dict(
-        zip(
-            ["first", *edits],
-            map(text_of, ([c] for c in notebook.cells if c.source == fit)),
-        )
-    )
-    for what, text in said.items():
-        refused = "another program" in text and "accept_changed_program: true" in text
-        assert refused == (what in ("the loss", "the step")), (what, text)
-        assert refused or text.endswith("went on\n"), (what, text)
-    assert "another eval_step" not in said["a comment"]
-
-
-@pytest.mark.extra
 def test_change_a_line_and_run_again(tmp_path):
     """In the same kernel: another model trains from its first step, and is exported."""
     run_notebook(
@@ -250,13 +199,6 @@ def test_readme_is_in_step():
     assert (ROOT / "README.md").read_text() == rendered
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_the_pages_name_exist(page):
-    text = (ROOT / page).read_text()
-    for path in re.findall(r"`((?:configs|ci|trainkit|tests)/[\w./-]+\.\w+)`", text):
-        assert (ROOT / path).exists() or path in OWN, path
-
-
 def test_check_notices_a_stale_readme(tmp_path):
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
@@ -272,36 +214,6 @@ def test_check_notices_a_stale_readme(tmp_path):
     assert subprocess.run([*command, "--check"]).returncode == 0
 
 
-def test_rendering_finds_the_environment_or_says_how_to_make_it(tmp_path):
-    shutil.copytree(ROOT / "ci", tmp_path / "ci")
-    for name in ("docs", "trainkit"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "README.ipynb", tmp_path)
-    command = [sys.executable, "-I", "-S", str(tmp_path / "ci/render_readme.py")]
-    bare = subprocess.run(command, capture_output=True, text=True)
-    assert bare.returncode == 1 and "Traceback" not in bare.stderr
-    assert "No module named 'nbformat'" in bare.stderr
-    assert "`bash ci/smoke.sh`" in bare.stderr
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    subprocess.run(command, check=True)
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
-
-
 def test_notebook_is_stored_without_outputs():
     for cell in code_cells():
         assert not cell.outputs and cell.execution_count is None
-
-
-def test_public_names_of_the_design(tutorial):
-    for name in (
-        "TrainingConfig load_config prepare_dataset make_token_dataset GPT2 create_model "
-        "create_optimizer loss_fn train_step eval_step train_loop_per_worker make_trainer"
-    ).split():
-        assert getattr(tutorial, name).__doc__, name
-
-
-def cell_with(*strings: str) -> str:
-    """The source of the one code cell that has them all."""
-    sources = [cell.source for cell in code_cells()]
-    (found,) = (x for x in sources if all(string in x for string in strings))
-    return found

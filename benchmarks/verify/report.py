@@ -20,9 +20,7 @@ def tally(report: dict) -> str:
     """How many checks passed, of how many, and how many were skipped."""
     results = [row["result"] for rows in report["parts"].values() for row in rows]
     passed, failed, skipped = map(results.count, ("pass", "fail", "skipped"))
-    return f"{passed} of {passed + failed}" + (
-        f", {skipped} skipped" if skipped else ""
-    )
+    return f"{passed} of {passed + failed} passed, {skipped} skipped"
 
 
 def as_markdown(report: dict) -> str:
