@@ -359,10 +359,6 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
         name, source = recipe.tokenizer, recipe.init_from
         if name != tokenizers.GPT2:
             values["tokenizer"] = name = found_here(name)
-            least = tokenizers.load(name).n_vocab
-            if (size := values.setdefault("vocab_size", least)) < least:
-                tokens = f"{least} or more, as tokenizer {name} has; leave it out"
-                raise ValueError(f"vocab_size ({size}): expected {tokens}")
         if source != "scratch":
             from trainkit import huggingface  # slow, and needed here only
 
@@ -372,6 +368,11 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
                 raise ValueError(f"init_from: {source} has {shape}; leave out others")
             huggingface.check_tokenizer(source, name)
             values |= shape
+        if name != tokenizers.GPT2:
+            least = tokenizers.load(name).n_vocab
+            if (size := values.setdefault("vocab_size", least)) < least:
+                tokens = f"{least} or more, as tokenizer {name} has; leave it out"
+                raise ValueError(f"vocab_size ({size}): expected {tokens}")
         return TrainingConfig(**default_places(path, recipe_of(values)) | values)
     except ValueError as error:
         text = explain(error) if isinstance(error, ValidationError) else error
