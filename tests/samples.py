@@ -106,7 +106,7 @@ class Blocks(NamedTuple):
     blocks: list[dict]
     context: SimpleNamespace
 
-    def map_batches(self, function, batch_size):
+    def map_batches(self, function, batch_size, num_cpus=1):
         made = []
         for rows in self.blocks:
             found = function(rows)
@@ -134,11 +134,18 @@ def without_a_cluster(monkeypatch) -> None:
     for name in ("ray.put", "ray.get"):
         monkeypatch.setattr(name, lambda value: value)
 
-    def numbers(n: int, override_num_blocks: int) -> Blocks:
-        parts = np.array_split(np.arange(n), override_num_blocks)
-        return Blocks([{"id": part} for part in parts], context)
+    def divided(name: str, rows, blocks: int) -> Blocks:
+        parts = np.array_split(np.array(rows), blocks)
+        return Blocks([{name: part} for part in parts], context)
 
-    monkeypatch.setattr("ray.data.range", numbers)
+    def count(n: int, override_num_blocks: int) -> Blocks:
+        return divided("id", range(n), override_num_blocks)
+
+    def items(rows: list, override_num_blocks: int) -> Blocks:
+        return divided("item", rows, override_num_blocks)
+
+    monkeypatch.setattr("ray.data.range", count)
+    monkeypatch.setattr("ray.data.from_items", items)
 
 
 def add_from_guide(tutorial, name: str) -> None:

@@ -148,7 +148,11 @@ def test_what_the_pattern_matches_is_read_once(
         ({}, "books*.text", "no file matches"),
         ({}, "none/*.txt", "no file matches"),
         ({"_SUCCESS": "", ".a.txt": ""}, "", "no file matches"),
-        ({b"na\xefve.txt": ""}, "", r"na\\udcefve.txt', which can't be .* isn't UTF-8"),
+        (
+            {b"r\xe9sum\xe9.txt": ""},
+            "",
+            r"sum\\udce9.txt', which can't be .* isn't UTF-8",
+        ),
         ({"a.txt": ""}, "nowhere://a/*.txt", "cannot list nowhere.* package"),
         ({"a.txt": ""}, "file://{}/none/*.txt", "no file matches file"),
     ],

@@ -158,7 +158,7 @@ def test_characters_are_no_tokens_of_gpt2(small, write_bins):
         trainkit.token_files.check(dataclasses.replace(letters, vocab_size=50_257))
 
 
-def test_what_tokens_are_taken_for_is_said(small, capsys):
+def test_what_tokens_are_taken_for_is_said(small, capsys, monkeypatch):
     config = small(vocab_size=50_257, eval_steps=1, batch_size=1)
     Path(config.data_dir).mkdir()
     for split in ("train", "val"):
@@ -167,9 +167,10 @@ def test_what_tokens_are_taken_for_is_said(small, capsys):
         np.array([*ids, 50_256], np.uint16).tofile(path)
     assert "already in" in trainkit.token_files.check(config)["source"]
     said = capsys.readouterr().out
-    assert (
-        "no manifest" in said and "of gpt2; the last file begins with 'Some w" in said
-    )
+    assert "no manifest" in said and "gpt2; the last file begins with 'Some w" in said
+    monkeypatch.setattr(trainkit.tokenizers, "load", {}.__getitem__)  # no network
+    trainkit.token_files.check(config)
+    assert "KeyError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -139,24 +139,25 @@ def read(config) -> ray.data.Dataset:
         if left_out:
             names = ", ".join(left_out[:3])
             print(f"dataset: left out, as names with . or _: {len(left_out)}, {names}")
-        shared, column = ray.put((system, [*files])), config.text_column
+        column = config.text_column
 
         def read_files(rows: dict[str, np.ndarray]) -> Iterator[pa.Table]:
-            system, files = ray.get(shared)
-            for number in rows["id"]:
-                texts, count = texts_in(system, files[number], column), 0
+            for file in rows["item"]:
+                texts, count = texts_in(system, file, column), 0
                 part = [*itertools.islice(texts, 100)]
                 while part:
                     after = [*itertools.islice(texts, 100)]
                     count, split = count + len(part), [""] * len(part)
                     if not after:
-                        split[-1] = f"{count} documents in {files[number]}"
+                        split[-1] = f"{count} documents in {file}"
                     yield pa.table({"text": part, "split": split})
                     part = after
 
         blocks = min(math.ceil(sum(files.values()) / TASK) or 1, len(files))
-        numbers = ray.data.range(len(files), override_num_blocks=blocks)
-        found = numbers.map_batches(read_files, batch_size=None)
+        names = ray.data.from_items([*files], override_num_blocks=blocks)
+        # With another number of CPUs, the tasks that tokenize a file are others, and many.
+        found = names.map_batches(read_files, batch_size=None, num_cpus=0.5)
+        found.context.target_max_block_size = TASK
         return found.limit(config.max_documents) if config.max_documents else found
     parts = split(load(config), config)
     documents = datasets.concatenate_datasets([*parts.values()])
@@ -232,13 +233,14 @@ class LinksFollowed(LocalFileSystem):
     """The files of this machine; a link is what it leads to."""
 
     def info(self, path, **options) -> dict:
+        """As of the file or folder; a link to a folder that it lies in stays one."""
         found = super().info(path, **options)
         place = found["name"]
         if os.path.isfile(place):
             found["type"] = "file"
         elif found["islink"] and os.path.isdir(place):
             inside = os.path.realpath(os.path.dirname(place)) + "/"
-            if not inside.startswith(os.path.realpath(place) + "/"):  # or without end
+            if not inside.startswith(os.path.realpath(place) + "/"):
                 found["type"] = "directory"
         return found
 

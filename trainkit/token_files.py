@@ -198,7 +198,10 @@ def check(config) -> dict:
             "val_fraction higher, if the dataset has no validation split of its own."
         )
     if not ours:
-        text = tokenizers.load(config.tokenizer).decode(tokens[:40].tolist())
+        try:
+            text = tokenizers.load(config.tokenizer).decode(tokens[:40].tolist())
+        except Exception as error:  # no network, or an unknown token
+            text = repr(error)
         print(
             f"{folder} has no manifest. Its tokens, {found}, are taken for those of "
             f"{config.tokenizer}; the last file begins with {text!r:.200}"
