@@ -177,7 +177,7 @@ def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
 )
 def test_what_is_out_of_its_range_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        generate_tokens(NextToken(), **{"prompts": [[1]]} | options)
+        continue_next(**{"prompts": [[1]]} | options)
 
 
 def test_the_longest_answer_leaves_room_for_one_token():
