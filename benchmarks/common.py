@@ -242,14 +242,24 @@ def gib(n: float) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.0f} MiB"
 
 
+def memory_stats(device) -> dict:
+    """What JAX knows of a device's memory, if it does."""
+    import jax
+
+    try:
+        return device.memory_stats() or {}  # a CPU has none
+    except jax.errors.JaxRuntimeError:  # it exists by its description only
+        return {}
+
+
 def device_memory(device) -> int | None:
     """Bytes that programs may take on a device; None on a CPU."""
-    return (device.memory_stats() or {}).get("bytes_limit")
+    return memory_stats(device).get("bytes_limit")
 
 
 def memory_in_use(device) -> int:
     """The most bytes that programs have taken so far; on a CPU, this process."""
-    if stats := device.memory_stats():
+    if stats := memory_stats(device):
         return stats["peak_bytes_in_use"]
     unit = 1 if sys.platform == "darwin" else 1_024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

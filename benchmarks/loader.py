@@ -26,7 +26,6 @@ import ray
 
 import trainkit.config
 import trainkit.devices
-import trainkit.token_files
 
 SHORT, LONG = 10**5, 10**7  # windows
 
@@ -60,6 +59,10 @@ def measure(original: str | None, windows: int, folder: Path) -> tuple[float, in
     if original:
         batches = original_batches(original, config, windows)
     else:
+<<<<<<< HEAD
+=======
+        context.execution_options.preserve_order = True  # as in a run
+>>>>>>> house
         mesh = trainkit.devices.make_mesh(config)
         batches = tutorial.read_batches(config, mesh, "train", range(steps))
     next(batches)

@@ -236,35 +236,31 @@ def test_workers_get_the_package_and_the_requirements(registry):
     assert pins == [pin for pin in ours if not pin.startswith("ray[")] != ours
 
 
+RAW = "https://raw.githubusercontent.com/me/us/main/images/loss.png"
+US = "https://github.com/me/us"
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
         ("[a](docs/guide.md#x)", "[a](https://github.com/o/r/blob/main/t/guide.md#x)"),
-        ("[`c`](LICENSE)", "[`c`](https://github.com/me/us/blob/main/LICENSE)"),
-        ("[d](trainkit)", "[d](https://github.com/me/us/tree/main/trainkit)"),
-        (
-            "![e](images/loss.png 'f')",
-            "![e](https://raw.githubusercontent.com/me/us/main/images/loss.png 'f')",
-        ),
-        (
-            '<img width=9 src="images/loss.png">',
-            '<img width=9 src="https://raw.githubusercontent.com/me/us/main/images/loss.png">',
-        ),
+        ("[`c`](LICENSE)", f"[`c`]({US}/blob/main/LICENSE)"),
+        ("[d](trainkit)", f"[d]({US}/tree/main/trainkit)"),
+        ("![e](images/loss.png 'f')", f"![e]({RAW} 'f')"),
+        ('<img width=9 src="images/loss.png">', f'<img width=9 src="{RAW}">'),
         (
             "[![g](images/loss.png)](LICENSE)",
-            "[![g](https://raw.githubusercontent.com/me/us/main/images/loss.png)]"
-            "(https://github.com/me/us/blob/main/LICENSE)",
+            f"[![g]({RAW})]({US}/blob/main/LICENSE)",
         ),
-        ("[h]: LICENSE", "[h]: https://github.com/me/us/blob/main/LICENSE"),
+        ("[h]: LICENSE", f"[h]: {US}/blob/main/LICENSE"),
         ("[i](#here) [j](https://k.l/m) [n](mailto:o@p.q)", None),
         ("`[r](LICENSE)` and ``[s](`LICENSE)``", None),
-        ("```\n[t](LICENSE)\n```", None),
+        ("```\n[t](LICENSE)\n```\n~~~\n[u](LICENSE)\n~~~", None),
+        ("```\nv\n```\n[w](LICENSE)", f"```\nv\n```\n[w]({US}/blob/main/LICENSE)"),
     ],
 )
 def test_address(text, expected):
-    carried = {"docs/guide.md": "t/guide.md"}
-    source = "https://github.com/me/us"
-    addresses = Addresses(carried, "https://github.com/o/r", source)
+    addresses = Addresses({"docs/guide.md": "t/guide.md"}, "https://github.com/o/r", US)
     assert addresses.rewrite("README.md", text) == (expected or text)
 
 

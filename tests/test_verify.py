@@ -27,7 +27,7 @@ def run_pytest(folder: Path, *arguments, path: Path = ROOT / "benchmarks/verify"
         env=os.environ | {"PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert (folder / "report.json").exists(), result.stdout + result.stderr
     rows = {}
@@ -43,7 +43,7 @@ def test_the_whole_command_on_two_cores(tmp_path):
     environment.pop("PYTHONPATH")
     command = ["bash", str(ROOT / "ci/verify.sh"), *TINY]
     result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=600
+        command, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stdout[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
@@ -79,6 +79,19 @@ def test_rehearsed_for_a_gpu_as_far_as_compiling(tmp_path, gpu):
     assert code == 0, rows
     compiled = [name for name, found in rows.items() if "compiled for" in str(found)]
     assert len(compiled) == 8, rows  # all but the versions, and what runs through Ray
+
+
+@pytest.mark.extra
+@needs_plugin
+@pytest.mark.parametrize("gpu", ["a10g", "l4"])
+def test_the_template_fits_its_gpus(gpu):
+    """As benchmarks/README.md says: less than the three quarters that JAX takes of 22 GiB."""
+    command = [sys.executable, "benchmarks/gpu_compile.py", "configs/stories.yaml"]
+    command += ["--gpu", gpu, "--gpus", "4", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["windows_at_once"] == 16 and report["attention_kernels"] == 24
+    assert report["total_gib"] < 0.75 * 22
 
 
 BROKEN = """
@@ -118,7 +131,7 @@ def test_what_breaks_is_a_failed_check(tmp_path):
         "test_one": [("pass", "1"), ("fail", "3")],
         "test_error": [("fail", "ValueError: as it must")],
         "test_left_out": [("skipped", "no GPU")],
-        "test_crash": [("fail", "it crashed, or took longer than five minutes")],
+        "test_crash": [("fail", "it crashed, or took longer than ten minutes")],
     }
     text = (tmp_path / "into/report.md").read_text()
     assert str(ROOT) not in text and "a GPU in REPOSITORY" in text

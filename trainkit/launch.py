@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 import jax
 import ray
 
-from trainkit import checkpoints, lock, run_log, token_files, workers
+from trainkit import checkpoints, lock, run_log, token_files, tokenizers, workers
 from trainkit.config import RecipeConfig, TrainingConfig
 
 ONE_CPU = {
@@ -91,6 +91,7 @@ def describe(config, programs: tuple, environment: dict) -> dict:
     options = {"num_cpus": 0, "max_calls": 1, "runtime_env": variables}
     translated = ray.remote(**options)(translate).remote(config, *programs)
     recipe = {f.name: getattr(config, f.name) for f in dataclasses.fields(RecipeConfig)}
+    recipe["what the tokenizer does"] = tokenizers.identity(config.tokenizer)
     now = {"recipe": recipe, "tokens": token_files.digest(config), "windows": {}}
     if "train" in now["tokens"]:  # or the run streams its text
         second = token_files.count_windows(config, "train") // config.batch_size + 1

@@ -125,7 +125,7 @@ def row_of(item, found: str, result: str = "fail") -> dict:
 
 
 def pytest_runtest_setup(item):
-    keep(item, [row_of(item, "it crashed, or took longer than five minutes")])
+    keep(item, [row_of(item, "it crashed, or took longer than ten minutes")])
 
 
 @pytest.hookimpl(wrapper=True)
