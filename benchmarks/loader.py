@@ -59,10 +59,6 @@ def measure(original: str | None, windows: int, folder: Path) -> tuple[float, in
     if original:
         batches = original_batches(original, config, windows)
     else:
-<<<<<<< HEAD
-=======
-        context.execution_options.preserve_order = True  # as in a run
->>>>>>> house
         mesh = trainkit.devices.make_mesh(config)
         batches = tutorial.read_batches(config, mesh, "train", range(steps))
     next(batches)
