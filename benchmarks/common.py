@@ -89,12 +89,12 @@ def compile_step(tutorial, config, mesh):
     """The compiled train step, and the seconds that tracing and compiling took."""
     import jax
 
-    import trainkit.devices
+    import trainkit.sharding
 
     windows = jax.ShapeDtypeStruct(
         (config.batch_size, config.block_size + 1),
         np.uint16,
-        sharding=trainkit.devices.batch_sharding(mesh),
+        sharding=trainkit.sharding.batch_sharding(mesh),
     )
     state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
@@ -121,9 +121,9 @@ def flops_per_token(tutorial, config) -> float:
     MFU, model FLOPs utilization, is tokens/s times this, divided by the peak. From nanoGPT's
     estimate_mfu: https://github.com/karpathy/nanoGPT/blob/master/model.py.
     """
-    from trainkit import states
+    from trainkit import sharding
 
-    n_params = states.count_parameters(tutorial.create_model, config)
+    n_params = sharding.count_parameters(tutorial.create_model, config)
     weights = n_params - config.block_size * config.n_embd
     return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
@@ -212,13 +212,13 @@ def compile_original(path: str, config, mesh):
 
 def describe_program(tutorial, config, compiled, trace_s: float, compile_s: float):
     """What each compiler says: the memory of a device in GiB, and the seconds it took."""
-    from trainkit import states
+    from trainkit import sharding
 
     memory = compiled.memory_analysis()
     state, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     sizes = {"state": state, "temporary": temporary, "total": state + temporary}
     return {
-        "parameters": states.count_parameters(tutorial.create_model, config),
+        "parameters": sharding.count_parameters(tutorial.create_model, config),
         "windows_at_once": config.device_windows // config.micro_batches,
         **{f"{name}_gib": round(size / 2**30, 2) for name, size in sizes.items()},
         "trace_s": round(trace_s, 1),

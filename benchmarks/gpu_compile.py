@@ -39,7 +39,7 @@ import program
 from jax.experimental import topologies
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 import trainkit.workers
 
 GPUS = Path(__file__).resolve().parent / "gpus"
@@ -99,7 +99,7 @@ def main() -> None:
         os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
         jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     count = config.worker_range[1] * config.devices_per_worker
-    mesh = trainkit.devices.make_mesh(config, virtual_gpus(arguments.gpu, count))
+    mesh = trainkit.sharding.make_mesh(config, virtual_gpus(arguments.gpu, count))
     if arguments.original:
         config = dataclasses.replace(
             config,

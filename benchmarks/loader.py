@@ -25,7 +25,7 @@ import psutil
 import ray
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 
 SHORT, LONG = 10**5, 10**7  # windows
 
@@ -59,7 +59,7 @@ def measure(original: str | None, windows: int, folder: Path) -> tuple[float, in
     if original:
         batches = original_batches(original, config, windows)
     else:
-        mesh = trainkit.devices.make_mesh(config)
+        mesh = trainkit.sharding.make_mesh(config)
         batches = tutorial.read_batches(config, mesh, "train", range(steps))
     next(batches)
     memory, start = own_memory(), time.perf_counter()

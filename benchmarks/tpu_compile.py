@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from program import count_collectives, parse
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         topology_name=f"{generation}:{config.topology}",
         num_slices=arguments.slices,
     )
-    mesh = trainkit.devices.make_mesh(config, topology.devices)
+    mesh = trainkit.sharding.make_mesh(config, topology.devices)
     if arguments.original:
         compiling = common.compile_original(arguments.original, config, mesh)
     else:

@@ -33,7 +33,7 @@ from common import (
 from notebook_module import initial_state
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 
 CPU = {
     "platform": "cpu",
@@ -72,7 +72,7 @@ def our_step(tutorial, config) -> Callable:
     """The notebook's step, fed from the device's memory."""
     import jax
 
-    mesh = trainkit.devices.make_mesh(config, jax.devices()[:1])
+    mesh = trainkit.sharding.make_mesh(config, jax.devices()[:1])
     jax.set_mesh(mesh)
     state = initial_state(tutorial, config, mesh)
     windows = jax.device_put(random_windows(config))

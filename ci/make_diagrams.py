@@ -22,7 +22,7 @@ from matplotlib.patches import Rectangle
 from notebook_module import abstract_state, load_notebook
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 
 LANES = ["driver", "controller", "workers", "data tasks", "storage"]
 WHAT = ["this notebook", "of one run", "with all devices", "Ray Data", ""]
@@ -104,10 +104,10 @@ def draw_sharding(path: Path) -> None:
     config = trainkit.config.TrainingConfig(
         devices_per_worker=8, fsdp=2, tensor_parallel=2, batch_size=8
     )
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     params = nnx.to_flat_state(abstract_state(tutorial, config, mesh).params)
     params = {".".join(map(str, path)): value for path, value in params}
-    batch = trainkit.devices.batch_sharding(mesh)
+    batch = trainkit.sharding.batch_sharding(mesh)
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]
     for name in ("wte.embedding", "h.0.mlp.c_fc.kernel", "h.0.mlp.c_proj.kernel"):
         leaf = jax.tree.leaves(params[name])[0]

@@ -102,15 +102,15 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
 
 def abstract_state(tutorial: types.ModuleType, config, mesh):
     """The shapes and shardings of the notebook's state on `mesh`."""
-    from trainkit import states  # which imports JAX
+    from trainkit import sharding  # which imports JAX
 
     rules = tutorial.SHARDING_RULES
-    return states.abstract_state(tutorial.create_state, config, mesh, rules)
+    return sharding.abstract_state(tutorial.create_state, config, mesh, rules)
 
 
 def initial_state(tutorial: types.ModuleType, config, mesh):
     """The notebook's state before the first step, on the devices of `mesh`."""
-    from trainkit import states
+    from trainkit import sharding
 
     abstract = abstract_state(tutorial, config, mesh)
-    return states.initial_state(tutorial.create_state, config, abstract)
+    return sharding.initial_state(tutorial.create_state, config, abstract)

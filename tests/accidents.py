@@ -25,7 +25,7 @@ from notebook_module import initial_state
 
 import trainkit.checkpoints
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 import trainkit.token_files
 
 
@@ -187,7 +187,7 @@ def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run in this process, without Ray Train."""
     config = dataclasses.replace(config, num_workers=1)
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     state, losses = initial_state(tutorial, config, mesh), []
     with jax.set_mesh(mesh):
         for windows in batches_of(tutorial, config, mesh):

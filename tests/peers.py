@@ -7,8 +7,8 @@ import transformers
 from flax import nnx
 from notebook_module import initial_state
 
-import trainkit.devices
 import trainkit.huggingface
+import trainkit.sharding
 
 ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
 SMALL = {
@@ -42,7 +42,7 @@ def ours(tutorial, small, folder: Path, **changes):
     """The notebook's model with the weights in `folder`."""
     shape = trainkit.huggingface.published_shape(str(folder))
     config = small(**(shape | {"init_from": str(folder)} | changes))
-    params = initial_state(tutorial, config, trainkit.devices.make_mesh(config)).params
+    params = initial_state(tutorial, config, trainkit.sharding.make_mesh(config)).params
     model = tutorial.create_model(config)
     nnx.update(model, params)
     return model

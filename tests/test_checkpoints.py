@@ -32,8 +32,8 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 import trainkit.checkpoints
 import trainkit.config
-import trainkit.devices
 import trainkit.generate
+import trainkit.sharding
 
 DATA = Path(__file__).parent / "data"
 FIRST, SECOND, THIRD = "step_00000010", "step_00000020", "step_00000030"
@@ -431,7 +431,7 @@ def test_an_old_checkpoint_is_still_read(tutorial):
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
     (name,) = trainkit.checkpoints.list_saved(config)
-    target = abstract_state(tutorial, config, trainkit.devices.make_mesh(config))
+    target = abstract_state(tutorial, config, trainkit.sharding.make_mesh(config))
     state = trainkit.checkpoints.load(config, name, target)
     assert hashes(state) == expected and int(state.step) == 3
 

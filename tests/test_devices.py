@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import trainkit.config
-import trainkit.devices
-import trainkit.states
+import trainkit.sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
@@ -38,12 +37,12 @@ def test_parameters_are_divided_as_the_table_says(tutorial, small, shape):
     mesh = jax.sharding.AbstractMesh(shape, names)
     config = small(n_head=8, n_embd=64)
     create, rules = tutorial.create_state, tutorial.SHARDING_RULES
-    state = trainkit.states.abstract_state(create, config, mesh, rules)
+    state = trainkit.sharding.abstract_state(create, config, mesh, rules)
     sizes, moments = dict(zip(names, shape)), state.opt_state[1][0]
     params = jax.tree.leaves_with_path(state.params)
     others = zip(*map(jax.tree.leaves, (moments.mu, moments.nu)), strict=True)
     for (path, x), (mu, nu) in zip(params, others, strict=True):
-        name = trainkit.devices.name_of(path)
+        name = trainkit.sharding.name_of(path)
         axes = (AXES.get(axis) for axis in logical_axes(name))
         expected = tuple(n // sizes.get(axis, 1) for n, axis in zip(x.shape, axes))
         assert x.sharding.shard_shape(x.shape) == expected, name
@@ -61,7 +60,7 @@ def test_what_has_another_shape_than_its_parameter_is_whole(tutorial, small):
         return state._replace(opt_state=rows)
 
     mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
-    state = trainkit.states.abstract_state(create_state, small(), mesh, ())
+    state = trainkit.sharding.abstract_state(create_state, small(), mesh, ())
     assert not state.params["wte"]["embedding"].sharding.is_fully_replicated
     rows = jax.tree.leaves(state.opt_state)
     assert all(x.sharding.is_fully_replicated for x in rows)
@@ -76,12 +75,12 @@ def batches_for(config, numbers):
 
 def test_batches_are_those_of_the_numbers(small):
     config, numbers = small(), np.arange(8, 20).reshape(3, 4)
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     batches = batches_for(config, numbers)
-    found = list(trainkit.devices.global_batches(batches, [numbers], config, mesh))
+    found = list(trainkit.sharding.global_batches(batches, [numbers], config, mesh))
     assert [batch.shape for batch in found] == [(4, 17)] * 3
     assert np.concatenate(found)[:, 0].tolist() == list(range(8, 20))
-    assert found[0].sharding == trainkit.devices.batch_sharding(mesh)
+    assert found[0].sharding == trainkit.sharding.batch_sharding(mesh)
 
 
 def test_one_batch_is_fetched_ahead(small):
@@ -93,8 +92,10 @@ def test_one_batch_is_fetched_ahead(small):
             yield batch
 
     config, order, numbers = small(), [], np.arange(16).reshape(4, 4)
-    mesh, batches = trainkit.devices.make_mesh(config), batches_for(config, numbers)
-    for _ in trainkit.devices.global_batches(fetched(batches), [numbers], config, mesh):
+    mesh, batches = trainkit.sharding.make_mesh(config), batches_for(config, numbers)
+    for _ in trainkit.sharding.global_batches(
+        fetched(batches), [numbers], config, mesh
+    ):
         order.append("used")
     assert order == ["fetched", *["fetched", "used"] * 3, "used"]
 
@@ -112,9 +113,9 @@ def test_one_batch_is_fetched_ahead(small):
 def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, message):
     config, expected = small(), np.arange(8).reshape(2, 4)
     batches = batches_for(config, numbers)
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     with pytest.raises(RuntimeError, match=f"expected {message}"):
-        list(trainkit.devices.global_batches(batches, [expected], config, mesh))
+        list(trainkit.sharding.global_batches(batches, [expected], config, mesh))
 
 
 def specs_of(rules, fsdp=2, tensor=2, **shapes) -> dict[str, tuple]:
@@ -127,9 +128,9 @@ def specs_of(rules, fsdp=2, tensor=2, **shapes) -> dict[str, tuple]:
             inner = inner.setdefault(module, {})
         inner[leaf] = nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
     mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
-    specs = trainkit.devices.parameter_specs(nnx.State(arrays), rules, mesh)
+    specs = trainkit.sharding.parameter_specs(nnx.State(arrays), rules, mesh)
     leaves = jax.tree.leaves_with_path(specs)
-    return {trainkit.devices.name_of(path): tuple(spec) for path, spec in leaves}
+    return {trainkit.sharding.name_of(path): tuple(spec) for path, spec in leaves}
 
 
 def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides():
@@ -186,7 +187,7 @@ def test_rows_that_cannot_be_followed_are_refused(rule, message):
 
 def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
     """Eight in each of four nodes, however many workers a node has."""
-    monkeypatch.setattr(trainkit.devices.jax.sharding, "Mesh", lambda grid, axes: grid)
+    monkeypatch.setattr(trainkit.sharding.jax.sharding, "Mesh", lambda grid, axes: grid)
     gpus = [
         SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(32)
     ]
@@ -196,13 +197,13 @@ def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
         config = trainkit.config.load_config(
             ROOT / "configs/gpt2-xl-gpu.yaml", **changes
         )
-        grid = trainkit.devices.make_mesh(config, gpus)[:, :, 0]
+        grid = trainkit.sharding.make_mesh(config, gpus)[:, :, 0]
         np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)
 
 
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):
     """Of two workers with two devices each, the second holds the other half."""
-    config, mesh = small(batch_size=8), trainkit.devices.make_mesh(small())
+    config, mesh = small(batch_size=8), trainkit.sharding.make_mesh(small())
 
     class Held:
         def addressable_devices_indices_map(self, shape):
@@ -213,8 +214,8 @@ def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):
                 "copy": (slice(4, 6),),
             }
 
-    monkeypatch.setattr(trainkit.devices, "batch_sharding", lambda mesh: Held())
-    assert trainkit.devices.local_rows(config, mesh).tolist() == [4, 5, 6, 7]
+    monkeypatch.setattr(trainkit.sharding, "batch_sharding", lambda mesh: Held())
+    assert trainkit.sharding.local_rows(config, mesh).tolist() == [4, 5, 6, 7]
 
 
 def test_only_the_data_axis_crosses_slices(small, monkeypatch):
@@ -224,11 +225,11 @@ def test_only_the_data_axis_crosses_slices(small, monkeypatch):
 
     def hybrid(within, across, **options):
         asked.append((within, across, len(options["devices"])))
-        return np.array(trainkit.devices.jax.devices() * 8).reshape(4, 2, 1)
+        return np.array(trainkit.sharding.jax.devices() * 8).reshape(4, 2, 1)
 
     create = "create_hybrid_device_mesh"
-    monkeypatch.setattr(trainkit.devices.mesh_utils, create, hybrid)
-    monkeypatch.setattr(trainkit.devices.jax.sharding, "Mesh", lambda *a: a)
+    monkeypatch.setattr(trainkit.sharding.mesh_utils, create, hybrid)
+    monkeypatch.setattr(trainkit.sharding.jax.sharding, "Mesh", lambda *a: a)
     config = SimpleNamespace(mesh_shape=lambda n: (4, 2, 1), worker_range=(2, 2))
-    grid, axes = trainkit.devices.make_mesh(config, chips)
+    grid, axes = trainkit.sharding.make_mesh(config, chips)
     assert asked == [((2, 2, 1), (2, 1, 1), 8)] and axes == ("data", "fsdp", "tensor")

@@ -38,7 +38,7 @@ from ray.cluster_utils import Cluster
 
 import trainkit.checkpoints
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +61,7 @@ def test_of_a_run_the_latest_and_the_best_are_kept_whole(tutorial, undisturbed):
     metadata = ocp.PyTreeCheckpointer().metadata(folder).custom_metadata
     assert trainkit.config.TrainingConfig(**metadata) == config
     alone = dataclasses.replace(config, num_workers=1)
-    state = abstract_state(tutorial, alone, trainkit.devices.make_mesh(alone))
+    state = abstract_state(tutorial, alone, trainkit.sharding.make_mesh(alone))
     saved = read_arrays(folder)
     shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
     assert sorted(leaf.shape for leaf in saved) == shapes

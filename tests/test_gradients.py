@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import trainkit.gradients
+import trainkit.sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -22,7 +22,7 @@ def test_only_kernels_are_cast(tutorial, small):
     """Embeddings, biases, and norms stay as exact as they are."""
     params = tutorial.create_state(small()).params
     half = small(compute_dtype="bfloat16")
-    cast = nnx.to_flat_state(trainkit.gradients.fetch(params, None, half))
+    cast = nnx.to_flat_state(trainkit.sharding.fetch(params, None, half))
     dtypes = {(path[-1], str(param[...].dtype)) for path, param in cast}
     others = {(name, "float32") for name in ("bias", "scale", "embedding")}
     assert dtypes == {("kernel", "bfloat16"), *others}
@@ -42,8 +42,8 @@ def test_a_micro_batch_has_every_kth_window_and_a_key_of_its_own(small, size):
     keys = [jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(k)]
     parts = [windows[i::k].mean() * jax.random.uniform(keys[i]) for i in range(k)]
     given = params, windows, config, (), key
-    assert trainkit.gradients.mean(loss, *given) == pytest.approx(2 * np.mean(parts))
-    both = trainkit.gradients.mean(jax.value_and_grad(loss), *given)
+    assert trainkit.sharding.mean(loss, *given) == pytest.approx(2 * np.mean(parts))
+    both = trainkit.sharding.mean(jax.value_and_grad(loss), *given)
     assert both[0] == pytest.approx(2 * np.mean(parts))
     assert both[1]["kernel"][...] == pytest.approx(np.mean(parts))
 
@@ -53,7 +53,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from flax import nnx
 from types import SimpleNamespace
-import trainkit.devices as devices, trainkit.gradients as gradients
+from trainkit import sharding
 
 RULES = (("kernel", ("fsdp", "tensor")),)
 rng = np.random.default_rng(0)
@@ -72,11 +72,11 @@ def run(data, fsdp, tensor):
     mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
     with jax.set_mesh(mesh):
         params = nnx.State({"kernel": nnx.Param(kernel), "bias": nnx.Param(bias)})
-        specs = devices.parameter_specs(params, RULES, mesh)
+        specs = sharding.parameter_specs(params, RULES, mesh)
         place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
         params = jax.tree.map(place, params, specs)
-        batch = jax.device_put(windows, devices.batch_sharding(mesh))
-        mean = lambda f: jax.jit(lambda p, w: gradients.mean(f, p, w, config, RULES))
+        batch = jax.device_put(windows, sharding.batch_sharding(mesh))
+        mean = lambda f: jax.jit(lambda p, w: sharding.mean(f, p, w, config, RULES))
         alone = mean(loss)(params, batch)
         both, found = mean(jax.value_and_grad(loss))(params, batch)
     return {
@@ -85,7 +85,7 @@ def run(data, fsdp, tensor):
         "bias": np.asarray(found["bias"][...]).tolist(),
         "part": list(found["kernel"][...].addressable_shards[0].data.shape),
         "seen": seen[-1],
-        "rows": devices.local_rows(config, mesh).tolist(),
+        "rows": sharding.local_rows(config, mesh).tolist(),
         "grid": [d.id for d in mesh.devices.ravel()],
         "axes": list(mesh.axis_names),
     }
@@ -131,7 +131,7 @@ def test_gradients_of_a_layer_are_numpys_on_each_mesh(toys, shape):
 PROGRAM = """
 import json, sys
 sys.path[:0] = ["benchmarks"]
-import jax, numpy as np, program, trainkit.config, trainkit.devices
+import jax, numpy as np, program, trainkit.config, trainkit.sharding
 from common import compile_step, load_notebook
 from notebook_module import initial_state
 
@@ -146,11 +146,11 @@ def run(data, fsdp, tensor, **changes):
         device_batch_size=8 // (data * fsdp), fsdp=fsdp, tensor_parallel=tensor,
         devices_per_worker=len(devices),
         **shape | {"n_layer": 1, "compute_dtype": "float32"} | changes)
-    mesh = trainkit.devices.make_mesh(config, devices)
+    mesh = trainkit.sharding.make_mesh(config, devices)
     step = compile_step(tutorial, config, mesh)[0]
     state, losses = initial_state(tutorial, config, mesh), []
     for batch in windows:
-        batch = jax.device_put(batch, trainkit.devices.batch_sharding(mesh))
+        batch = jax.device_put(batch, trainkit.sharding.batch_sharding(mesh))
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, program.collectives(program.parse(step.as_text()))

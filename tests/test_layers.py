@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from samples import equations
 
 import trainkit.config
-import trainkit.devices
+import trainkit.sharding
 from trainkit.layers import attend, cross_entropy, run_blocks
 
 
@@ -44,7 +44,7 @@ def test_splash_attention_equals_the_plain_one():
 
 def test_a_kernel_gets_its_devices_heads():
     """XLA can't divide a kernel's work; the plain attention it can."""
-    mesh = trainkit.devices.make_mesh(trainkit.config.TrainingConfig(platform="cpu"))
+    mesh = trainkit.sharding.make_mesh(trainkit.config.TrainingConfig(platform="cpu"))
     q = jnp.zeros((1, trainkit.config.SPLASH_BLOCK, 2, 64))
     windows = PartitionSpec(("data", "fsdp"))
 

@@ -18,9 +18,8 @@ from conftest import read_arrays
 from samples import shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.checkpoints
-import trainkit.devices
 import trainkit.launch
-import trainkit.states
+import trainkit.sharding
 import trainkit.token_files
 import trainkit.workers
 
@@ -120,7 +119,7 @@ def play(tutorial, monkeypatch):
         latest = next(
             (x for x in recorded if Path(x.path).parent == config.run_path), None
         )
-        mesh = trainkit.devices.make_mesh(config)
+        mesh = trainkit.sharding.make_mesh(config)
         monkeypatch.setattr(ray.train, "get_checkpoint", lambda: latest)
         monkeypatch.setattr(trainkit.workers, "start_worker", lambda _: (config, mesh))
         config.run_path.mkdir(parents=True, exist_ok=True)
@@ -172,11 +171,13 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
 def test_steps_are_those_of_the_windows_in_order(tutorial, play, odd):
     """The loop's losses and last weights are those of a plain loop over `train_step`."""
     play(odd)
-    mesh, losses = trainkit.devices.make_mesh(odd), {}
+    mesh, losses = trainkit.sharding.make_mesh(odd), {}
     with jax.set_mesh(mesh):
         given = tutorial.create_state, odd
-        abstract = trainkit.states.abstract_state(*given, mesh, tutorial.SHARDING_RULES)
-        state = trainkit.states.initial_state(*given, abstract)
+        abstract = trainkit.sharding.abstract_state(
+            *given, mesh, tutorial.SHARDING_RULES
+        )
+        state = trainkit.sharding.initial_state(*given, abstract)
         for step, windows in enumerate(training_windows(tutorial, odd, range(11)), 1):
             state, metrics = tutorial.train_step(state, windows, odd)
             losses[step] = float(metrics["loss"])

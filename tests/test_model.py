@@ -15,7 +15,7 @@ from samples import random_tokens
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.launch
-import trainkit.states
+import trainkit.sharding
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_parameter_counts_of_the_published_models(
 ):
     shape = {"n_layer": layers, "n_head": heads, "n_embd": width}
     config = trainkit.config.ModelConfig(**shape)
-    found = trainkit.states.count_parameters(tutorial.create_model, config)
+    found = trainkit.sharding.count_parameters(tutorial.create_model, config)
     assert found == parameters
 
 

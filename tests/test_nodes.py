@@ -28,8 +28,8 @@ from ray.core.generated import autoscaler_pb2
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.corpus
-import trainkit.devices
 import trainkit.launch
+import trainkit.sharding
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
         return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
 
     def loop(settings):
-        make_mesh = trainkit.devices.make_mesh
+        make_mesh = trainkit.sharding.make_mesh
 
         def note(config):
             mesh = make_mesh(config)
@@ -98,7 +98,7 @@ def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
             notes.write_text(f"{dict(mesh.shape)} {rows}")
             return mesh
 
-        trainkit.devices.make_mesh = note  # in the worker
+        trainkit.sharding.make_mesh = note  # in the worker
         train_loop(settings)
 
     environment, notes = trainkit.workers.environment, tmp_path / "mesh.txt"

@@ -14,9 +14,8 @@ import ray
 from accidents import log_of, losses_of_one_process
 
 import trainkit.config
-import trainkit.devices
 import trainkit.generate
-import trainkit.states
+import trainkit.sharding
 
 pytestmark = pytest.mark.slow
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -47,8 +46,8 @@ def test_another_model_and_optimizer(tutorial, cluster, small, write_bins, monke
     def loop(settings):
         train_loop(settings)
         config = trainkit.config.TrainingConfig(**settings)
-        mesh = trainkit.devices.make_mesh(config)
-        state = trainkit.states.abstract_state(create_state, config, mesh, rules)
+        mesh = trainkit.sharding.make_mesh(config)
+        state = trainkit.sharding.abstract_state(create_state, config, mesh, rules)
         spec = state.params["head"]["kernel"].sharding.spec
         (config.run_path / "divided").write_text(str(spec))
 
@@ -74,7 +73,7 @@ sys.path[:0] = ["ci", "examples", "tests"]
 import jax, llama, numpy as np
 from notebook_module import initial_state, load_notebook
 from samples import windows_for
-import trainkit.config, trainkit.devices
+import trainkit.config, trainkit.sharding
 
 tutorial = load_notebook()
 tutorial.create_model, tutorial.loss_fn = llama.create_model, llama.loss_fn
@@ -86,11 +85,11 @@ def run(n, **changes):
         compute_dtype="float32", device_batch_size=1, warmup_steps=2, decay_steps=30,
         learning_rate=1e-2, min_learning_rate=1e-3, platform="cpu", devices_per_worker=n,
         **changes)
-    mesh = trainkit.devices.make_mesh(config, jax.devices()[:n])
+    mesh = trainkit.sharding.make_mesh(config, jax.devices()[:n])
     with jax.set_mesh(mesh):
         state, losses = initial_state(tutorial, config, mesh), []
         for windows in windows_for(config, 20):
-            windows = jax.device_put(windows, trainkit.devices.batch_sharding(mesh))
+            windows = jax.device_put(windows, trainkit.sharding.batch_sharding(mesh))
             state, metrics = tutorial.train_step(state, windows, config)
             losses.append(float(metrics["loss"]))
     kernel = state.params["blocks"][0]["qkv"]["kernel"][...]

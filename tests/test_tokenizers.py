@@ -18,9 +18,9 @@ from notebook_module import initial_state
 from samples import END, byte_pairs
 
 import trainkit.corpus
-import trainkit.devices
 import trainkit.generate
 import trainkit.huggingface
+import trainkit.sharding
 import trainkit.token_files
 import trainkit.tokenizers
 from trainkit.config import TrainingConfig, load_config
@@ -128,7 +128,7 @@ def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_p
     found = np.fromfile(tmp_path / config.data_dir / "train.bin", np.uint32)
     assert found.tolist() == sum(ids, []) and max(ids[0][:-1]) > 2**15
 
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     state = initial_state(tutorial, config, mesh)
     numbers = next(trainkit.token_files.window_numbers(config, "train", range(1)))
     (row,) = tutorial.make_token_dataset(config, "train", numbers).take(1)

@@ -63,14 +63,14 @@ MESHES = """
 import json, os, sys
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 from jax.experimental import topologies
-import trainkit.config, trainkit.devices
+import trainkit.config, trainkit.sharding
 for slices, fsdp, tensor in json.loads(sys.argv[1]):
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name="v6e:4x4", num_slices=slices)
     config = trainkit.config.load_config(
         "configs/gpt2-124m-tpu-v6e.yaml", num_workers=4 * slices, fsdp=fsdp,
         tensor_parallel=tensor)
-    mesh = trainkit.devices.make_mesh(config, topology.devices)
+    mesh = trainkit.sharding.make_mesh(config, topology.devices)
     assert mesh.devices.shape == (16 * slices // fsdp // tensor, fsdp, tensor)
     slice_of = lambda device: getattr(device, "slice_index", 0)
     for group in mesh.devices.reshape(-1, fsdp * tensor):

@@ -18,7 +18,7 @@ from conftest import ROOT
 from samples import add_from_guide
 
 import trainkit.corpus
-import trainkit.devices
+import trainkit.sharding
 
 pytestmark = pytest.mark.slow
 ONE_PROCESS = """
@@ -64,7 +64,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     assert result.checkpoint.path == str(config.run_path / "step_00000072")
     model = trainkit.generate.load_model(tutorial.create_model, result.checkpoint)
     assert model.config == config
-    mesh = trainkit.devices.make_mesh(one)
+    mesh = trainkit.sharding.make_mesh(one)
     windows = next(batches_of(tutorial, one, mesh, "val"))
     assert np.isfinite(float(tutorial.loss_fn(model, windows)))
 

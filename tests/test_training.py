@@ -12,7 +12,7 @@ from flax import nnx
 from samples import add_from_guide, run, windows_for
 
 import trainkit.huggingface
-import trainkit.states
+import trainkit.sharding
 
 
 def test_the_line_of_the_first_program(tutorial, monkeypatch):
@@ -130,7 +130,7 @@ def test_accumulation_costs_one_buffer(tutorial, small):
         compiled = tutorial.train_step.lower(state, windows, config).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    n_params = trainkit.states.count_parameters(tutorial.create_model, small())
+    n_params = trainkit.sharding.count_parameters(tutorial.create_model, small())
     assert temporary(8) - temporary(2) < 4 * n_params / 10  # in bytes
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray.data
 from accidents import batches_of
 
-import trainkit.devices
+import trainkit.sharding
 import trainkit.token_files
 
 
@@ -118,7 +118,7 @@ def test_a_long_run_reads_its_windows_in_parts(
 ):
     """Three datasets, one after the other, give what one gives; the next is ahead."""
     config = write_bins(small(max_steps=11))
-    mesh = trainkit.devices.make_mesh(config)
+    mesh = trainkit.sharding.make_mesh(config)
     whole = list(batches_of(tutorial, config, mesh, first_step=2))
     monkeypatch.setattr(trainkit.token_files, "WINDOWS_IN_RANGE", 4 * config.batch_size)
     made, make = [], tutorial.make_token_dataset
@@ -142,7 +142,7 @@ def test_the_next_batch_is_on_the_device_before_it_is_needed(
         "make_array_from_process_local_data",
         lambda *a: put.append(make(*a)) or put[-1],
     )
-    batches = batches_of(tutorial, config, trainkit.devices.make_mesh(config))
+    batches = batches_of(tutorial, config, trainkit.sharding.make_mesh(config))
     for step, batch in zip(range(5), batches):
         assert batch is put[step] and len(put) == step + 2
 
@@ -156,6 +156,6 @@ def test_a_missing_window_is_noticed(tutorial, cluster, small, write_bins, monke
         return make(*args).filter(lambda row: lost not in row["numbers"])
 
     monkeypatch.setattr(tutorial, "make_token_dataset", without_one)
-    batches = batches_of(tutorial, config, trainkit.devices.make_mesh(config))
+    batches = batches_of(tutorial, config, trainkit.sharding.make_mesh(config))
     with pytest.raises(RuntimeError, match="expected the windows"):
         list(batches)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
-from trainkit import devices
+from trainkit import sharding
 from trainkit.config import SPLASH_BLOCK
 
 
@@ -110,7 +110,7 @@ def run_blocks(
     def run_block(x, layer):
         state, key = layer
         rngs = None if key is None else nnx.Rngs(dropout=key)
-        return nnx.merge(graph, devices.fetch_marked(state))(x, rngs=rngs), None
+        return nnx.merge(graph, sharding.fetch_marked(state))(x, rngs=rngs), None
 
     return jax.lax.scan(run_block, x, (stacked, keys))[0]
 

@@ -18,7 +18,7 @@ import ray.train
 from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup
 
-from trainkit import devices
+from trainkit import sharding
 from trainkit.config import TrainingConfig, most_workers
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # ours: JAX's
@@ -241,7 +241,7 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     data.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
         cpu=1
     )
-    mesh = devices.make_mesh(config)
+    mesh = sharding.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh
 

@@ -8,7 +8,7 @@ import notebook_module
 import numpy as np
 import pytest
 
-import trainkit.devices
+import trainkit.sharding
 
 STEPS, WARM = 40, 2  # of which the first are not counted
 SECONDS = 60  # after which no other step is measured
@@ -16,7 +16,7 @@ SECONDS = 60  # after which no other step is measured
 
 def test_step(record, tutorial, base, device, pytestconfig):
     """The train step of the configuration."""
-    jax.set_mesh(mesh := trainkit.devices.make_mesh(base, [device]))
+    jax.set_mesh(mesh := trainkit.sharding.make_mesh(base, [device]))
     before, limit = common.memory_in_use(device), common.device_memory(device)
     compiled, trace_s, compile_s = common.compile_step(tutorial, base, mesh)
     memory = compiled.memory_analysis()
@@ -29,7 +29,7 @@ def test_step(record, tutorial, base, device, pytestconfig):
         pytest.skip(f"compiled for {device.device_kind}, and not run")
 
     state = notebook_module.initial_state(tutorial, base, mesh)
-    sharding = trainkit.devices.batch_sharding(mesh)
+    sharding = trainkit.sharding.batch_sharding(mesh)
     windows = jax.device_put(common.random_windows(base), sharding)
     times, least = [time.perf_counter()], WARM + 3
     while len(times) <= WARM + STEPS:

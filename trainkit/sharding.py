@@ -1,0 +1,337 @@
+"""Arrays on many devices: the mesh, what of each array a device holds, and means over all.
+
+The mesh has all devices of all workers along named axes. Batches are divided over it, and so
+are the parameters and what an optimizer keeps of them. The notebook defines model and state;
+these functions take its `create_model(config)` or `create_state(config)` as an argument.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainkit.config import ModelConfig, TrainingConfig
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")  # divide the windows of a batch
+
+
+def make_mesh(config, devices: list | None = None) -> jax.sharding.Mesh:
+    """All devices of all workers, along the axes data, fsdp, and tensor."""
+    devices = jax.devices() if devices is None else devices
+    data, *others = config.mesh_shape(config.worker_range[1])
+    options = {"devices": devices, "allow_split_physical_axes": True}
+    slices = {getattr(device, "slice_index", 0) for device in devices}
+    if devices[0].platform == "tpu" and len(slices) > 1:
+        # Only the data axis crosses the slow network between slices.
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (data // len(slices), *others), (len(slices), 1, 1), **options
+        )
+    else:
+        grid = mesh_utils.create_device_mesh((data, *others), **options)
+    return jax.sharding.Mesh(grid, AXES)
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """How the windows of a batch, [B, ...], are divided over the mesh."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def name_of(path: tuple) -> str:
+    """The name of an array in a pytree of NNX variables, such as h/0/attn/query/kernel."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+
+
+def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
+    """A pytree like `params`: which axes of the mesh divide each parameter.
+
+    A row of `rules` has parts of parameters' names, as in "query|key", and a mesh axis or
+    None for each axis of their kernels or embedding; the first that fits counts. What
+    no row names is divided over `fsdp` along the largest axis that divides, if it has two
+    axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
+
+    Raises:
+        ValueError: a row fits no parameter, or doesn't divide one.
+    """
+    rules = [(name, axes) for names, axes in rules for name in names.split("|")]
+    leaves, structure = jax.tree.flatten_with_path(params)
+    shapes = {name_of(path): x.shape for path, x in leaves}
+    found, fitting = {}, set()
+    for name, shape in shapes.items():
+        fits = (
+            (part, axes)
+            for part, axes in rules
+            if f"/{part}/" in f"/{name}/" and len(axes) == len(shape)
+        )
+        part, found[name] = next(fits, (None, default_axes(shape, mesh)))
+        fitting.add(part)
+        for axis, size in zip(found[name], shape):
+            if axis and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"SHARDING_RULES: {part} divides {name}, {list(shape)}, over {axis}, and "
+                    f"{size} is no multiple of {axis}: {mesh.shape[axis]}"
+                )
+    if unused := [part for part, _ in rules if part not in fitting]:
+        raise ValueError(
+            f"SHARDING_RULES: {', '.join(unused)} fits no parameter with as many axes that "
+            f"isn't in a row above; there are {', '.join([*shapes][:20])} and so on"
+        )
+    for name, shape in shapes.items():
+        kernel = name.removesuffix("bias") + "kernel"
+        if name.endswith("bias") and len(shape) < len(shapes.get(kernel, ())):
+            found[name] = found[kernel][-len(shape) :]
+    return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in shapes])
+
+
+def default_axes(shape: tuple[int, ...], mesh) -> tuple[str | None, ...]:
+    """`fsdp` along the largest axis that it divides, for arrays of two axes or more."""
+    sizes = [size if size % mesh.shape["fsdp"] == 0 else 0 for size in shape]
+    largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
+    return tuple("fsdp" if i == largest else None for i in range(len(shape)))
+
+
+def fetch_marked(state: nnx.State) -> nnx.State:
+    """`state` with the whole parameters where `gradients.fetch` has marked parts of them."""
+
+    def fetch(_, param):
+        metadata = param.get_metadata()
+        if "fetch" not in metadata:
+            return param
+        return type(param)(fetch_part(param[...], *metadata["fetch"]))
+
+    return nnx.map_state(fetch, state)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def fetch_part(part: jax.Array, axis: int, dtype: str) -> jax.Array:
+    """The whole array of which each device on `fsdp` has a part along `axis`.
+
+    Backwards, the devices' gradients are summed in float32, and each gets its part.
+    """
+    return jax.lax.all_gather(part.astype(dtype), "fsdp", axis=axis, tiled=True)
+
+
+def sum_part(gradient: jax.Array, axis: int) -> jax.Array:
+    """This device's part of the sum of the gradients of all devices on `fsdp`, float32."""
+    exact = gradient.astype(jnp.float32)
+    return jax.lax.psum_scatter(exact, "fsdp", scatter_dimension=axis, tiled=True)
+
+
+fetch_part.defvjp(
+    lambda part, axis, dtype: (fetch_part(part, axis, dtype), None),
+    lambda axis, dtype, _, gradient: (sum_part(gradient, axis),),
+)
+
+
+def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
+    """The places of the global batch that this worker's devices hold, int [rows]."""
+    shape = (config.batch_size,)
+    held = batch_sharding(mesh).addressable_devices_indices_map(shape).values()
+    return np.unique([np.arange(config.batch_size)[index] for index in held])
+
+
+def global_batches(
+    batches: Iterable[dict], numbers: list[np.ndarray], config, mesh: jax.sharding.Mesh
+) -> Iterator[jax.Array]:
+    """Present the workers' parts of each step's windows as one array, [B, T + 1].
+
+    The next array is on its way to the devices before the current one is needed.
+
+    Args:
+        batches: for each step, `numbers` and `tokens` of this worker's windows: int64
+            [1, rows] and uint16 or uint32 [1, rows, T + 1].
+        numbers: those that are expected, int64 arrays [some steps, rows].
+
+    Raises:
+        RuntimeError: a window is missing, repeated, or out of order.
+    """
+    shape, sharding = (config.batch_size, config.block_size + 1), batch_sharding(mesh)
+
+    def arrays():
+        remaining = iter(batches)
+        for expected in np.concatenate(numbers):
+            batch = next(remaining, None)
+            found = batch and batch["numbers"][0]
+            if not np.array_equal(found, expected):
+                raise RuntimeError(f"expected the windows {expected}, found {found}")
+            tokens = batch["tokens"][0]
+            yield jax.make_array_from_process_local_data(sharding, tokens, shape)
+        yield None  # follows the last
+
+    return (array for array, _ in itertools.pairwise(arrays()))
+
+
+def mean(
+    function: Callable,
+    params: nnx.State,
+    windows: jax.Array,
+    config: TrainingConfig,
+    rules: tuple,
+    key: jax.Array | None = None,
+) -> Any:
+    """What `function` gives for a step's windows: a loss, or a loss and its gradients.
+
+    Each device adds up what its own micro-batches give, in float32, and the devices are
+    averaged once a step. With `fsdp`, a device gets no more of the gradients than its part
+    of the parameters (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5). It
+    fetches the parameters that it lacks before the first micro-batch; with `scan_layers`, it
+    fetches a layer's when it computes that layer, forwards and backwards, and never holds
+    two layers.
+
+    Args:
+        function: of parameters, windows [B, T + 1], and a key: the mean loss of the windows,
+            or what `jax.value_and_grad` makes of it.
+        params: float32, divided over the mesh as `rules` say.
+        windows: [B, T + 1], divided over the mesh by `batch_sharding`.
+        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
+        key: for dropout; each device and micro-batch draws with one of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    form = jax.tree.structure(jax.eval_shape(function, params, windows, key))
+    whole = PartitionSpec()
+
+    def on_device(params, windows, key, device=0) -> list:
+        """The mean of the micro-batches: the loss and, if there are any, the gradients."""
+        k = config.micro_batches
+
+        def add_micro_batch(total, micro):
+            windows, index = micro
+            draws = key
+            if key is not None:
+                draws = jax.random.fold_in(jax.random.fold_in(key, device), index)
+            found = jax.tree.leaves(function(params, windows, draws))
+            return [*map(jnp.add, total, found)], None
+
+        shapes = [(), *(x.shape for x in jax.tree.leaves(params))][: form.num_leaves]
+        zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+        # Micro-batch i has every k-th window from the i-th on.
+        micros = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+        total, _ = jax.lax.scan(add_micro_batch, zeros, (micros, jnp.arange(k)))
+        return [x / k for x in total]
+
+    if not mesh.shape:
+        params = fetch(params, None, config)
+        return jax.tree.unflatten(form, on_device(params, windows, key))
+
+    axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
+    specs = parameter_specs(params, rules, mesh)
+    # What `tensor` divides is left to XLA.
+    specs = jax.tree.map(
+        lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)), specs
+    )
+    results = [whole, *jax.tree.leaves(specs)][: form.num_leaves]
+
+    def on_each_device(parts, windows, key):
+        device = jax.lax.axis_index(BATCH_AXES)
+        found = on_device(fetch(parts, specs, config), windows, key, device)
+        arrays = [found[0], *jax.tree.leaves(parts)]
+        return [*map(mean_of_part, found, arrays, results)]
+
+    found = jax.shard_map(
+        on_each_device,
+        in_specs=(specs, PartitionSpec(BATCH_AXES), whole),
+        out_specs=results,
+        axis_names={*BATCH_AXES} if mesh.shape["tensor"] > 1 else {*mesh.axis_names},
+        check_vma=False,
+    )(params, windows, key)
+    return jax.tree.unflatten(form, found)
+
+
+def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:
+    """The whole parameters, kernels in the type in which their layers compute.
+
+    The layers would cast them each time. Once a step is once for all micro-batches, and the
+    devices fetch half the bytes from one another. With `scan_layers`, the parts of a list's
+    layers are only marked, and `layers.run_blocks` fetches them one layer at a time.
+    """
+    divided = {
+        name_of(path): spec.index("fsdp")
+        for path, spec in jax.tree.leaves_with_path(specs)
+        if "fsdp" in spec
+    }
+
+    def fetch_one(path, param):
+        dtype = config.compute_dtype if path[-1] == "kernel" else param.dtype
+        axis = divided.get("/".join(map(str, path)))
+        if axis is None:
+            return param.replace(param[...].astype(dtype))
+        if config.scan_layers and any(isinstance(part, int) for part in path):
+            return type(param)(param[...], fetch=(axis, dtype))
+        return param.replace(fetch_part(param[...], axis, dtype))
+
+    return nnx.map_state(fetch_one, parts)
+
+
+def mean_of_part(found: jax.Array, part: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The mean of what all devices have found, as far as this one holds the parameter."""
+    others = [axis for axis in BATCH_AXES if jax.lax.axis_size(axis) > 1]
+    if "fsdp" in spec:
+        others.remove("fsdp")
+        if found.shape != part.shape:  # or `fetch_part` has summed it
+            found = sum_part(found, spec.index("fsdp"))
+    return jax.lax.psum(found, others) / jax.lax.axis_size(BATCH_AXES)
+
+
+def count_parameters(create_model: Callable, config: ModelConfig) -> int:
+    """The number of parameters, not counting the rows that pad the vocabulary."""
+    params = nnx.state(nnx.eval_shape(partial(create_model, config)), nnx.Param)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
+    return sum(param.size for param in jax.tree.leaves(params)) - padding
+
+
+def abstract_state(
+    create_state: Callable,
+    config: TrainingConfig,
+    mesh: jax.sharding.Mesh,
+    rules: tuple,
+) -> Any:
+    """The shape, dtype, and sharding of every array of the state; allocates nothing.
+
+    What the optimizer keeps of a parameter, under its name and in its shape, is divided as
+    the parameter is; all else is whole on each device.
+
+    Args:
+        create_state: makes a pytree with `params`.
+        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
+    """
+    state = jax.eval_shape(partial(create_state, config))
+    specs = jax.tree.leaves(parameter_specs(state.params, rules, mesh))
+    params = {
+        name_of(path): (x.shape, spec)
+        for (path, x), spec in zip(jax.tree.leaves_with_path(state.params), specs)
+    }
+
+    def place(path, x):
+        name = name_of(path)
+        while name and name not in params:  # opt_state/1/0/mu/h/0/... -> h/0/...
+            name = name.partition("/")[2]
+        shape, spec = params.get(name, (None, None))
+        spec = spec if shape == x.shape else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(place, state)
+
+
+def initial_state(create_state: Callable, config: TrainingConfig, abstract: Any) -> Any:
+    """The state before the first step; each device makes the shards that it keeps.
+
+    With `config.init_from`, every worker reads published weights from a file instead.
+
+    Args:
+        abstract: what `abstract_state` says of it.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    state = jax.jit(create_state, static_argnums=0, out_shardings=shardings)(config)
+    if config.init_from != "scratch":
+        from trainkit import huggingface  # slow, and needed here only
+
+        state = state._replace(params=huggingface.load_weights(config, state.params))
+    return state
