@@ -5,10 +5,8 @@ huggingface   published weights in, the trained model out
 config        what decides a run: TrainingConfig, load_config, and what is refused
 token_files   train.bin and val.bin, and the order of their windows
 corpus        documents: from the hub, from files, or built in
-devices       the mesh of all devices, and batches on it
-gradients     of micro-batches, and over all devices
+sharding      the mesh, batches and states on it, the mean over micro-batches and devices
 layers        attention kernels, scanned blocks, the loss in parts
-states        models and states, as shapes and as arrays
 lock          one launch of a run at a time
 checkpoints   save, restore; which are whole
 workers       resources, environment, the right GPUs, how each starts and is watched
