@@ -99,7 +99,8 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     config = dataclasses.replace(
         reference, run_name="killed", storage_path=bucket, max_steps=48
     )
-    accident = Accidents(config, (at_step(12), kill_while_writing(1)))
+    begun = trainkit.checkpoints.list_saved  # there is one to go on from
+    accident = Accidents(config, (begun, kill_while_writing(1)))
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
     accident.join()
     assert result.error is None and result.metrics["step"] == config.max_steps
