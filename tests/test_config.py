@@ -232,8 +232,8 @@ DIVISIONS = [  # file, what differs, devices, micro-batches, windows in each
     ("gpt2-124m", {"num_workers": 4, "devices_per_worker": 8}, 32, 1, 15),
     ("gpt2-124m-tpu-v6e", {}, 16, 2, 16),
     ("gpt2-124m-tpu-v6e", {"topology": "8x8"}, 64, 1, 8),
-    ("stories", {"num_workers": 1}, 1, 4, 32),
-    ("stories", {"num_workers": (1, 2)}, 2, 2, 32),  # that of the most workers
+    ("stories", {"num_workers": 1}, 1, 8, 16),
+    ("stories", {"num_workers": (1, 2)}, 2, 4, 16),  # that of the most workers
     ("stories-tpu-v6e", {"topology": "8x8"}, 64, 1, 2),
 ]
 
