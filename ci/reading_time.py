@@ -27,7 +27,9 @@ def minutes(cell: nbformat.NotebookNode) -> float:
     """The time that a cell takes to read."""
     if cell.cell_type == "code":
         return lines_of(cell) / 25
-    return len(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", cell.source).split()) / 200
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|<[^>]*>", "", cell.source)  # pictures, tags
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links
+    return sum(bool(re.search(r"\w", word)) for word in text.split()) / 200
 
 
 def package_names(tree: ast.Module) -> dict[str, str]:
