@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run both of the README's commands as on a new machine: in a fresh Debian system, in a folder,
+# Run ci/smoke.sh and ci/test.sh as on a new machine: in a fresh Debian system, in a folder,
 # with a clone of the last commit.
 #
 #   sudo bash ci/fresh.sh [SUITE] [COMMAND]

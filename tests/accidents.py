@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -141,19 +140,6 @@ def state_of(config) -> list[np.ndarray]:
     newest = trainkit.checkpoints.list_saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     return read_arrays(config.run_path / newest)
-
-
-def copy_run(config, copy):
-    """Copy a run's folder to where the other configuration has its own, as if it were its."""
-    shutil.copytree(config.run_path, copy.run_path)
-    (copy.run_path / "identity.json").unlink()
-    snapshot = copy.run_path / "checkpoint_manager_snapshot.json"
-    names = f"/{config.run_name}/", f"/{copy.run_name}/"
-    snapshot.write_text(snapshot.read_text().replace(*names))
-    for path in copy.run_path.glob("step_*/_CHECKPOINT_METADATA"):
-        settings = {"custom_metadata": dataclasses.asdict(copy)}
-        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return copy
 
 
 def assert_equal_runs(config, reference) -> None:

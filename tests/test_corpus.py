@@ -176,7 +176,6 @@ def test_a_link_that_leads_nowhere_is_named(small, tmp_path):
 
 
 LINE = '{"text": "words"}\n'
-UTF8 = {"errors": None}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def run(data, fsdp, tensor):
         mesh_shape=lambda workers: (data, fsdp, tensor), worker_range=(1, 1), batch_size=16,
         micro_batches=1, compute_dtype="float32", scan_layers=False,
     )
-    mesh = devices.make_mesh(config, jax.devices()[: data * fsdp * tensor])
+    mesh = sharding.make_mesh(config, jax.devices()[: data * fsdp * tensor])
     with jax.set_mesh(mesh):
         params = nnx.State({"kernel": nnx.Param(kernel), "bias": nnx.Param(bias)})
         specs = sharding.parameter_specs(params, RULES, mesh)

@@ -49,7 +49,7 @@ def test_a_kernel_gets_its_devices_heads():
     windows = PartitionSpec(("data", "fsdp"))
 
     def specs(kind, *manual):
-        inside = jax.shard_map(  # as in gradients.mean
+        inside = jax.shard_map(  # as in sharding.mean
             lambda q: attend(kind, q, q, q),
             in_specs=windows,
             out_specs=windows,

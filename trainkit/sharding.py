@@ -98,7 +98,7 @@ def default_axes(shape: tuple[int, ...], mesh) -> tuple[str | None, ...]:
 
 
 def fetch_marked(state: nnx.State) -> nnx.State:
-    """`state` with the whole parameters where `gradients.fetch` has marked parts of them."""
+    """`state` with the whole parameters where `fetch` has marked parts of them."""
 
     def fetch(_, param):
         metadata = param.get_metadata()

@@ -36,7 +36,7 @@ include_patterns += [
     "examples/*.py",
     "configs/**.yaml",
 ]  # linked to
-exclude_patterns = [".*", "build", "data", "storage"]  # folders not worth a walk
+exclude_patterns = [".*", "build", "storage"]  # folders not worth a walk
 
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
