@@ -182,8 +182,8 @@ def mean(
     averaged once a step. With `fsdp`, a device gets no more of the gradients than its part
     of the parameters (a reduce-scatter, as in ZeRO: Rajbhandari et al. 2020, section 5). It
     fetches the parameters that it lacks before the first micro-batch; with `scan_layers`, it
-    fetches a layer's when it computes that layer, forwards and backwards, and never holds
-    two layers.
+    fetches a layer's when it computes that layer, forwards and backwards, never holds two
+    layers, and sums a layer's gradients over `fsdp` for each micro-batch.
 
     Args:
         function: of parameters, windows [B, T + 1], and a key: the mean loss of the windows,
