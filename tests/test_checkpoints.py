@@ -468,6 +468,17 @@ def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, r
     assert trainkit.checkpoints.list_folders(bucket) == [FIRST]
 
 
+def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
+    checkpointer, request, restore
+):
+    """Its checkpoints have no marks, and they are whole."""
+    save_steps(checkpointer, 10)
+    config = request.getfixturevalue("bucket")
+    trainkit.checkpoints.prepare_folder(config)
+    assert trainkit.checkpoints.list_saved(config) == [FIRST]
+    assert restore()[0] == 10
+
+
 def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
     """Made in the background, the first of the workers' folders would be the signal."""
     assert not checkpointer.orbax._create_directories_asynchronously

@@ -444,6 +444,15 @@ def test_documents_of_files_are_counted(write, tmp_path):
             write(wrong, data_dir=f"{tmp_path}/other", **config)
 
 
+def test_documents_are_counted_without_a_bar(write, tmp_path, monkeypatch):
+    bar = partial(trainkit.corpus.tqdm, disable=True)  # as TQDM_DISABLE has it
+    monkeypatch.setattr(trainkit.corpus, "tqdm", bar)
+    put(tmp_path, **{"a.jsonl": LINE * 2})
+    rows = [("", [1, 9]), (f"2 documents in {tmp_path}/a.jsonl", [2, 9])]
+    found, manifest = write(rows, dataset=f"{tmp_path}/*.jsonl", val_fraction=0.5)
+    assert manifest["documents"] == 2 and tokens_in(found) == [[2, 9], [1, 9]]
+
+
 def test_a_file_of_which_nothing_came(write, tmp_path):
     put(tmp_path, **{f"{name}.jsonl": LINE * 2 for name in "ab"})
     rows = [("", [1, 9]), (f"2 documents in {tmp_path}/a.jsonl", [2, 9])]

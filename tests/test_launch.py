@@ -407,6 +407,25 @@ def test_a_diverged_run_is_not_started_again(launch):
     launch()
 
 
+def test_a_run_that_diverges_ends_its_launch_with_an_error(launch, monkeypatch):
+    """Or a job would end well."""
+
+    class Trainer:
+        run_config = ray.train.RunConfig(worker_runtime_env={})
+        train_loop_per_worker = print
+
+        def fit(self):
+            trainkit.run_log.has_diverged(launch.config, {1: {"loss": math.nan}})
+
+    monkeypatch.setattr(trainkit.workers, "check_resources", lambda config: None)
+    monkeypatch.setattr(trainkit.workers, "release_placement_groups", lambda: None)
+    for name in ("describe", "compare"):
+        patched = {"tokens": {}} if name == "describe" else None
+        monkeypatch.setattr(trainkit.launch, name, lambda *_, found=patched: found)
+    with pytest.raises(FloatingPointError, match="Diverged at step 1"):
+        trainkit.launch.guard(Trainer(), launch.config).fit()
+
+
 def test_a_launch_deletes_rays_record(launch):
     """Unless it is refused. Ray would refuse a record that names what isn't there."""
     record = launch.config.run_path / trainkit.checkpoints.RECORD

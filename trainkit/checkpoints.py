@@ -356,6 +356,8 @@ def list_saved(config: TrainingConfig) -> list[str]:
             _, part, _, parts = path.name.split("-")
             marks[path.parent.name, int(parts)].add(int(part))
         whole = {name for (name, n), parts in marks.items() if len(parts) == n}
+        # Those of a run that was copied from a folder, which has no marks
+        whole |= {p.parent.name for p in config.run_path.glob("step_*/manifest.ocdbt")}
         names = [name for name in names if name in whole]
     return names
 
@@ -470,7 +472,8 @@ def read_json(path: epath.Path) -> dict:
         OSError: it is there, and can't be read now.
     """
     try:
-        found = json.loads(retry(path.read_text, unless=(FileNotFoundError,)))
+        final = FileNotFoundError, UnicodeDecodeError
+        found = json.loads(retry(path.read_text, unless=final))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

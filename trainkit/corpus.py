@@ -183,7 +183,7 @@ def texts_in(system, path: str, column: str) -> Iterator[str]:
     kind, count = kind_of(path), 0
     try:
         with system.open(path, "rb") as file:
-            codec = CODECS.get(Path(path).suffix)
+            codec = CODECS.get(Path(without_query(path)).suffix)
             for row in rows_in(pa.input_stream(file, codec), kind, column):
                 if not isinstance(row, dict):
                     raise TypeError(f"found {row!r:.60}")
@@ -298,9 +298,14 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
 
 def kind_of(file: str) -> str:
     """How a file's name ends, less what says that it is compressed."""
-    if file.startswith(("http://", "https://")):
-        file = file.partition("?")[0]
-    return Path(file.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
+    name = without_query(file).removesuffix(".gz").removesuffix(".zst")
+    return Path(name).suffix.lower()
+
+
+def without_query(file: str) -> str:
+    """The path or address of a file, less what follows a question mark in an address."""
+    is_address = file.startswith(("http://", "https://"))
+    return file.partition("?")[0] if is_address else file
 
 
 def load(config) -> dict[str, datasets.Dataset]:
@@ -421,8 +426,8 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
 
     Raises:
         OSError: the disk is full.
-        ValueError: one of the splits has no documents, a document is missing, the tokenizer
-            changes texts, or as `token_files.check` says.
+        ValueError: one of the splits has no documents, a document of a file is missing, the
+            tokenizer changes texts, or as `token_files.check` says.
     """
     source = describe(config, tokenize) | versions(config)
     texts = first_documents(config)
@@ -452,7 +457,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
     """
     size, fraction = np.dtype(config.token_dtype).itemsize, config.val_fraction
     names = [*find_files(config.dataset)[1]] if in_files(config.dataset) else []
-    files, since, names_left = {}, 0, iter(names)
+    files, documents, since, names_left = {}, 0, 0, iter(names)
     with (
         (folder / "train.bin").open("wb") as train,
         (folder / "val.bin").open("wb") as val,
@@ -469,10 +474,11 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
                     )
                 files[file], since = since, 0
             if place not in ("train", "val"):
-                place = "val" if is_val(bar.n, fraction) else "train"
+                place = "val" if is_val(documents, fraction) else "train"
             (val if place == "val" else train).write(tokens)
+            documents += 1
             bar.update()
-        if bar.n == 1 and not train.tell():
+        if documents == 1 and not train.tell():
             n = len(tokens) // size
             cut = size * (n - math.ceil(fraction * n))
             val.seek(0)
@@ -485,7 +491,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
         if tokens["train"]:
             lacking = "validate with; set it higher"
         raise ValueError(
-            f"val_fraction: {fraction} of {bar.n} documents leaves none to {lacking}, or "
+            f"val_fraction: {fraction} of {documents} documents leaves none to {lacking}, or "
             "bring more documents"
         )
     absent = [file for file in names if file not in files]
@@ -493,7 +499,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
         files |= {file: since for file in absent[: bool(since)]}
     elif lost := [file for file in absent if since or kind_of(file) != ".parquet"]:
         raise ValueError(f"dataset: of {lost[0]}, no document arrived, or not all")
-    return {"documents": bar.n, "tokens": tokens, "files": files}
+    return {"documents": documents, "tokens": tokens, "files": files}
 
 
 def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:

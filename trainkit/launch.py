@@ -52,7 +52,9 @@ def guard(trainer, config: TrainingConfig, *programs: Callable):
             workers.release_placement_groups()
             checkpoints.prepare_folder(config)
             trainer.train_loop_per_worker = guarded(loop, mark, now["tokens"])
-            return fit()
+            result = fit()
+            run_log.refuse_diverged(config)  # or it would look like the end
+            return result
 
     trainer.fit = guarded_fit
     return trainer
@@ -64,8 +66,9 @@ def guarded(loop: Callable[[dict], None], mark: str, tokens: dict) -> Callable:
     @functools.wraps(loop)
     def guarded_loop(settings: dict) -> None:
         config = TrainingConfig(**settings)
+        workers.watch(config.stall_timeout_s)
         lock.joined[str(config.run_path)] = mark
-        lock.confirm(config)
+        checkpoints.retry(lock.confirm, config, unless=(RuntimeError,))
         found = dict.fromkeys(tokens, "nothing") | token_files.digest(config)
         if other := differences(tokens, found):
             raise ValueError(
