@@ -175,6 +175,9 @@ def test_address_of_a_cluster_that_is_gone(monkeypatch):
         with pytest.raises(ConnectionError) as error:
             trainkit.check_address()
         assert f"RAY_ADDRESS is {address!r}, and no cluster" in str(error.value)
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ConnectionError, match="dashboard's address, which takes jobs"):
+        trainkit.check_address()
 
 
 # A cluster that is only described.

@@ -104,6 +104,11 @@ def check_address() -> None:
         ConnectionError: with the address, and what to do.
     """
     address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith(("http://", "https://")):
+        raise ConnectionError(
+            f"RAY_ADDRESS is {address!r}, a dashboard's address, which takes jobs. Set it to "
+            "the cluster's own, such as 10.0.0.1:6379, or unset it and use `ray job submit`."
+        )
     if not (found := re.fullmatch(r"(ray://)?(\[?([^/\]]+)\]?:(\d+))", address)):
         return
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]

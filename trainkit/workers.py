@@ -107,9 +107,7 @@ def environment(config: TrainingConfig) -> dict[str, str]:
     if config.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={config.devices_per_worker}"
     if config.platform == "gpu":
-        if (
-            cache
-        ):  # processes that share the search for kernels wait for those that don't
+        if cache:  # processes that share a search for kernels wait for those that don't
             flags = f"--xla_gpu_shard_autotuning=false {flags}"
         # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
         # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
@@ -238,9 +236,8 @@ def start_worker(settings: dict) -> tuple[TrainingConfig, jax.sharding.Mesh]:
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
     # For its windows. Without this, each worker's dataset asks an autoscaler for more.
-    data.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
-        cpu=1
-    )
+    one = ray.data.ExecutionResources.for_limits(cpu=1)
+    data.execution_options.resource_limits = one
     mesh = sharding.make_mesh(config)
     jax.set_mesh(mesh)
     return config, mesh
