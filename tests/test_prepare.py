@@ -204,10 +204,19 @@ def test_killed_preparation_leaves_no_finished_folder(
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "text.parquet")
     config = gpt2(small, dataset=f"{tmp_path}/text.parquet", val_fraction=0.01)
     script = f"""
-import sys
+import sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "ci")!r}]
 from notebook_module import load_notebook
-import ray
+import ray, trainkit.corpus
+
+documents_in = trainkit.corpus.documents_in
+
+def until_the_kill(tokenized):
+    for n, document in enumerate(documents_in(tokenized)):
+        time.sleep(600 * (n == 500))
+        yield document
+
+trainkit.corpus.documents_in = until_the_kill
 ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False,
          runtime_env={{"py_modules": [{str(ROOT / "trainkit")!r}]}})
 tutorial = load_notebook()
