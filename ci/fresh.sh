@@ -43,6 +43,8 @@ git -c safe.directory=* clone --quiet --no-hardlinks . "$root/root/clone"
 # The mounts are this process's own, and go when it ends.
 export root command
 exec unshare --mount --pid --fork bash -euo pipefail -c '
+  mount --bind "$root" "$root" # so that its root is a mount, as `unshare --mount` needs
+  cd "$root"
   mount --bind /sys "$root/sys"
   mount --rbind /dev "$root/dev"
   mount -t proc proc "$root/proc"
