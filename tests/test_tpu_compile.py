@@ -15,12 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run(*command: str) -> str:
     """What a process of its own prints."""
-    # And a place of its own for libtpu's lock file: one process at a time may use it.
+    # And a place of its own for libtpu's lock file, which one process at a time may use, and
+    # for its logs, which any Ray cluster of the machine would show as those of its workers.
     with tempfile.TemporaryDirectory() as folder:
+        own = {"TMPDIR": folder, "TPU_LOG_DIR": folder, "JAX_PLATFORMS": "cpu"}
         result = subprocess.run(
             [sys.executable, *command],
             cwd=ROOT,
-            env=os.environ | {"TMPDIR": folder, "JAX_PLATFORMS": "cpu"},
+            env=os.environ | own,
             capture_output=True,
             text=True,
             timeout=1200,
