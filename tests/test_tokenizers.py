@@ -126,7 +126,7 @@ def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_p
     texts = [f"{i} éa" * 100 for i in (1, 3, 4, 6, 8, 9)]  # the others are for val
     ids = [[*tokenizer.encode_ordinary(text), 65_792] for text in texts]
     found = np.fromfile(tmp_path / config.data_dir / "train.bin", np.uint32)
-    assert found.tolist() == sum(ids, []) and max(ids[0]) > 2**16
+    assert found.tolist() == sum(ids, [])
 
     mesh = trainkit.sharding.make_mesh(config)
     state = initial_state(tutorial, config, mesh)
