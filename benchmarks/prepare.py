@@ -77,7 +77,9 @@ def measure(way: str, folder: Path) -> dict:
     """The tokens, seconds, and file of one way to tokenize the text in `folder`."""
     tutorial, data = common.load_notebook(), folder / "data"
     config = trainkit.config.TrainingConfig(
-        dataset=str(folder / "*.parquet"), data_dir=str(data)
+        dataset=str(folder / "*.parquet"),
+        data_dir=str(data),
+        batch_size=1,  # for which the validation text is enough
     )
     documents = datasets.load_dataset(
         "parquet", data_files=config.dataset, split="train", cache_dir=str(folder)
