@@ -5,6 +5,8 @@ To train it, paste this in place of the notebook's cells of GPT-2 and of its los
 SHARDING_RULES to (): the parameters are then divided over `fsdp` by their shapes.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -62,8 +64,10 @@ def create_model(config, seed: int = 0) -> Llama:
     return Llama(config, rngs=nnx.Rngs(seed))
 
 
-def loss_fn(model: Llama, windows: jax.Array, rngs=None) -> jax.Array:
+def loss_fn(params: nnx.State, windows: jax.Array, key, config) -> jax.Array:
     """Mean cross-entropy in nats per token over windows [B, T + 1]."""
+    model = nnx.eval_shape(partial(create_model, config))
+    nnx.update(model, params)
     windows = windows.astype(jnp.int32)
     logits, targets = model(windows[:, :-1]).astype(jnp.float32), windows[:, 1:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

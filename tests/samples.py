@@ -10,6 +10,7 @@ import jax.extend.core
 import numpy as np
 import pyarrow as pa
 import tokenizers
+from flax import nnx
 
 ROOT = Path(__file__).resolve().parent.parent
 END = "<|endoftext|>"
@@ -27,6 +28,12 @@ def equations(jaxpr, name: str) -> list[dict]:
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             found += equations(inner, name)
     return found
+
+
+def loss_of(tutorial, model, windows, config=None) -> float:
+    """The loss of a model, without dropout."""
+    params, config = nnx.state(model, nnx.Param), config or model.config
+    return float(tutorial.loss_fn(params, windows, None, config))
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:

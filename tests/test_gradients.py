@@ -36,12 +36,12 @@ def test_a_micro_batch_has_every_kth_window_and_a_key_of_its_own(small, size):
     params = nnx.State({"kernel": nnx.Param(jnp.float32(2))})
     windows, key, k = jnp.arange(6.0)[:, None], jax.random.key(7), 6 // size
 
-    def loss(params, windows, key):
+    def loss(params, windows, key, config):
         return (params["kernel"][...] * windows).mean() * jax.random.uniform(key)
 
     keys = [jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(k)]
     parts = [windows[i::k].mean() * jax.random.uniform(keys[i]) for i in range(k)]
-    given = params, windows, config, (), key
+    given = params, windows, key, config, ()
     assert trainkit.sharding.mean(loss, *given) == pytest.approx(2 * np.mean(parts))
     both = trainkit.sharding.mean(jax.value_and_grad(loss), *given)
     assert both[0] == pytest.approx(2 * np.mean(parts))
@@ -60,7 +60,7 @@ rng = np.random.default_rng(0)
 kernel, bias, windows = (rng.normal(size=s).astype("float32") for s in ((8, 4), 4, (16, 8)))
 seen = []
 
-def loss(params, windows, key):
+def loss(params, windows, key, config):
     seen.append([list(params["kernel"].shape), list(windows.shape)])
     return jnp.mean(jnp.tanh(windows @ params["kernel"][...] + params["bias"][...]) ** 2)
 
@@ -76,7 +76,7 @@ def run(data, fsdp, tensor):
         place = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
         params = jax.tree.map(place, params, specs)
         batch = jax.device_put(windows, sharding.batch_sharding(mesh))
-        mean = lambda f: jax.jit(lambda p, w: sharding.mean(f, p, w, config, RULES))
+        mean = lambda f: jax.jit(lambda p, w: sharding.mean(f, p, w, None, config, RULES))
         alone = mean(loss)(params, batch)
         both, found = mean(jax.value_and_grad(loss))(params, batch)
     return {
@@ -159,13 +159,12 @@ def drawn(data, fsdp, **changes):
     # The first losses, with the key of each device and micro-batch.
     config = trainkit.config.TrainingConfig(
         **shape, n_layer=1, platform="cpu", compute_dtype="float32", **changes)
-    model, losses = tutorial.create_model(config, config.seed), []
+    params, losses = tutorial.create_state(config).params, []
     step_key = jax.random.fold_in(jax.random.key(config.seed), 0)
     for device, rows in enumerate(np.split(windows[0], data * fsdp)):
         for index in range(2):
             key = jax.random.fold_in(jax.random.fold_in(step_key, device), index)
-            rngs = tutorial.nnx.Rngs(dropout=key)
-            losses.append(float(tutorial.loss_fn(model, rows[index::2], rngs)))
+            losses.append(float(tutorial.loss_fn(params, rows[index::2], key, config)))
     return losses
 
 half = {"compute_dtype": "bfloat16"}

@@ -18,7 +18,7 @@ from conftest import WITH_PYTORCH
 from flax import nnx
 from peers import ODD, SMALL, make_peer, ours
 from safetensors.numpy import load_file, save_file
-from samples import byte_pairs
+from samples import byte_pairs, loss_of
 
 import trainkit.config
 import trainkit.huggingface
@@ -56,7 +56,7 @@ def test_the_same_function(tutorial, small, peer, shape, length):
         expected = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
     near = {"atol": 2e-6 if shape is ODD else 1e-4, "rtol": 0}
     np.testing.assert_allclose(model(tokens), expected.logits.numpy(), **near)
-    loss = float(tutorial.loss_fn(model, tokens.astype(np.uint16)))
+    loss = loss_of(tutorial, model, tokens.astype(np.uint16))
     assert loss == pytest.approx(expected.loss.item(), abs=1e-5)
 
 

@@ -102,7 +102,7 @@ def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):
     def gradient(compute_dtype):
         half = dataclasses.replace(config, compute_dtype=compute_dtype)
         params = nnx.state(tutorial.create_model(half, seed=3), nnx.Param)
-        loss = partial(tutorial.batch_loss, windows=windows, key=None, config=half)
+        loss = partial(tutorial.loss_fn, windows=windows, key=None, config=half)
         gradients = jax.jit(jax.grad(loss))(params)
         return np.asarray(gradients["wte"]["embedding"][...])[7]
 

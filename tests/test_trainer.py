@@ -15,7 +15,7 @@ import ray.data
 import tiktoken
 from accidents import batches_of, log_of
 from conftest import ROOT
-from samples import add_from_guide
+from samples import add_from_guide, loss_of
 
 import trainkit.corpus
 import trainkit.sharding
@@ -66,7 +66,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     assert model.config == config
     mesh = trainkit.sharding.make_mesh(one)
     windows = next(batches_of(tutorial, one, mesh, "val"))
-    assert np.isfinite(float(tutorial.loss_fn(model, windows)))
+    assert np.isfinite(loss_of(tutorial, model, windows))
 
 
 @pytest.mark.extra  # test_notebook.py has one that is smaller

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
 from trainkit import sharding
-from trainkit.config import SPLASH_BLOCK
+from trainkit.config import SPLASH_BLOCK, ModelConfig
 
 
 def attend(
@@ -119,12 +119,11 @@ def cross_entropy(
     table: jax.Array,
     features: jax.Array,
     targets: jax.Array,
-    vocab_size: int,
-    chunks: int = 1,
+    config: ModelConfig,
 ) -> jax.Array:
     """Mean cross-entropy in nats per token, float32, scalar.
 
-    The windows are cut into `chunks` parts along T, and only one part's logits ever exist:
+    The windows are cut into `loss_chunks` parts along T, and only one part's logits ever exist:
     its gradients are taken in the forward pass, as in Liger Kernel (Hsu et al. 2024), and
     the backward pass only scales them.
 
@@ -135,9 +134,11 @@ def cross_entropy(
     """
 
     def split(x):  # (B, T, ...) -> (chunks, B, T/chunks, ...)
-        return jnp.stack(jnp.split(x, chunks, axis=1))
+        return jnp.stack(jnp.split(x, config.loss_chunks, axis=1))
 
-    return cross_entropy_of_chunks(table, split(features), split(targets), vocab_size)
+    return cross_entropy_of_chunks(
+        table, split(features), split(targets), config.vocab_size
+    )
 
 
 @jax.custom_gradient

@@ -172,9 +172,9 @@ def mean(
     function: Callable,
     params: nnx.State,
     windows: jax.Array,
+    key: jax.Array | None,
     config: TrainingConfig,
     rules: tuple,
-    key: jax.Array | None = None,
 ) -> Any:
     """What `function` gives for a step's windows: a loss, or a loss and its gradients.
 
@@ -186,14 +186,15 @@ def mean(
     layers, and sums a layer's gradients over `fsdp` for each micro-batch.
 
     Args:
-        function: of parameters, windows [B, T + 1], and a key: the mean loss of the windows,
-            or what `jax.value_and_grad` makes of it.
+        function: of parameters, windows [B, T + 1], a key, and `config`: the mean loss of
+            the windows, or what `jax.value_and_grad` makes of it.
         params: float32, divided over the mesh as `rules` say.
         windows: [B, T + 1], divided over the mesh by `batch_sharding`.
-        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
         key: for dropout; each device and micro-batch draws with one of its own.
+        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    function = partial(function, config=config)
     form = jax.tree.structure(jax.eval_shape(function, params, windows, key))
     whole = PartitionSpec()
 

@@ -81,7 +81,7 @@ def test_devices(record, report, base, device):
 
 def loss_and_gradients(tutorial, config):
     """A jitted function from parameters and windows [B, T + 1] to a loss and its gradients."""
-    loss = partial(tutorial.batch_loss, key=None, config=config)
+    loss = partial(tutorial.loss_fn, key=None, config=config)
     return jax.jit(jax.value_and_grad(loss))
 
 
