@@ -142,10 +142,21 @@ def test_change_a_line_and_run_again(tmp_path):
     assert re.search(r"^.*step 20 \| tokens 10,240 \|", text, re.M)
     assert "Continuing from" not in text
     first, second = (
-        re.findall(r"([\d,]+) parameters in", text_of(part)) for part in (once, again)
+        re.findall(r"([\d,]+) parameters", text_of(part)) for part in (once, again)
     )
-    assert first and second and first != second
+    assert first[0] == second[0] == "124,439,808" and first[1] != second[1]
     assert len([*tmp_path.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
+
+
+def test_code_that_the_page_folds_away_runs(tutorial):
+    """The requests for other machines, in step 1."""
+    cells = nbformat.read(ROOT / "README.ipynb", as_version=4).cells
+    (text,) = [cell.source for cell in cells if "two_gpus" in cell.source]
+    names = dict(vars(tutorial))
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], names)
+    assert names["two_gpus"].total_resources["GPU"] == 2
+    assert names["v6e_slice"].total_resources["TPU"] == 16
+    assert names["in_a_bucket"].storage_path.startswith("s3://")
 
 
 def test_readme_is_in_step():
