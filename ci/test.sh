@@ -15,7 +15,7 @@ run() { python -X faulthandler -m pytest "$@" || status=$?; }
 at_once=(-n 2 --dist worksteal)
 if [ $# = 0 ]; then
   run -m fast "${at_once[@]}"
-  run -m "not fast and not extra" -n 2 --dist loadfile # on a cluster each
+  run -m "not fast and not extra" -n 2 --dist loadfile --no-loadscope-reorder # on a cluster each
 elif [[ "$*" == *"-m fast"* ]]; then
   run "$@" "${at_once[@]}"
 else

@@ -39,6 +39,15 @@ from trainkit.config import TrainingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
+LONGEST = (
+    "notebook",
+    "nodes",
+    "storage",
+    "tpu_compile",
+    "verify",
+    "faults",
+    "tpu_slice",
+)
 
 
 def pytest_addoption(parser):
@@ -97,8 +106,17 @@ def tutorial():
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """First the tests that share one cluster; mark those that start nothing as fast."""
-    items.sort(key=lambda item: "cluster" not in item.fixturenames)
+    """First the files that take longest; mark the tests that start nothing as fast.
+
+    Two processes take file after file, and neither shall be left with a long one at the end.
+    """
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+
+    def order(item):  # in a file, the tests that share a cluster are the first
+        name = item.path.name
+        return place.get(name, len(place)), name, "cluster" not in item.fixturenames
+
+    items.sort(key=order)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if not marks & {"slow", "extra"} and not NOT_FAST & {*item.fixturenames}:
