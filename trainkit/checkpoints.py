@@ -257,11 +257,8 @@ def local_copy(config: TrainingConfig, name: str) -> Path:
 
 def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in leaves
-    }
+    arrays = ocp.tree.to_flat_dict(tree, sep=".")
+    return {name: tuple(array.shape) for name, array in arrays.items()}
 
 
 def read(orbax, folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
