@@ -122,6 +122,20 @@ def test_a_failed_save_is_seen_by_the_loop_and_by_rays_thread(
     assert trainkit.checkpoints.list_saved(checkpointer.config) == [FIRST]
 
 
+def test_no_worker_waits_in_orbax_while_the_first_tries(checkpointer, monkeypatch):
+    """Its attempts may take a minute, and there are limits to waiting there."""
+    order, ours = [], trainkit.checkpoints
+    for place, name in (
+        (ours.lock, "confirm"),
+        (ray.train.collective, "barrier"),
+        (checkpointer.orbax, "save"),
+    ):
+        note = lambda *_, name=name, **__: order.append(name)  # noqa: E731
+        monkeypatch.setattr(place, name, note)
+    save_steps(checkpointer, 10)
+    assert order == ["confirm", "barrier", "save"]
+
+
 def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
     """After a run went on from the checkpoint before; what is there is replaced."""
     state, folder = (
@@ -173,7 +187,7 @@ def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
         for step in range(200, 4_001, 200):
             (config.run_path / f"step_{step:08d}").mkdir(parents=True)
             line = {"val_loss": losses[step]} if step in losses else {}
-            yield step, trainkit.checkpoints.metrics_of({"step": step} | line)
+            yield step, trainkit.checkpoints.NOT_EVALUATED | line
 
     kept = tutorial.make_run_config(config).checkpoint_config
     manager = asyncio.run(record(config, kept, steps()))
@@ -391,21 +405,18 @@ def test_attempts(pauses, capsys):
     assert len(calls) == 1
 
 
-def test_what_saves_that_were_cut_off_have_left_is_removed(
-    checkpointer, restore, monkeypatch
-):
+def test_what_saves_that_were_cut_off_have_left_is_removed(checkpointer, restore):
     """At each start. What a person calls much the same stays."""
     save_steps(checkpointer, 10)
     config = checkpointer.config
     left = config.run_path / f"{SECOND}.orbax-checkpoint-tmp"
     mine = config.run_path / f"{FIRST}-backup"
-    for clean in (restore, lambda: trainkit.checkpoints.prepare_folder(config)):
-        (left / "d").mkdir(parents=True)
-        mine.mkdir(exist_ok=True)
-        assert trainkit.checkpoints.list_saved(config) == [FIRST]
-        clean()
-        assert not left.exists() and mine.exists()
-        assert trainkit.checkpoints.list_folders(config) == [FIRST]
+    (left / "d").mkdir(parents=True)
+    mine.mkdir()
+    assert trainkit.checkpoints.list_saved(config) == [FIRST]
+    assert restore()[0] == 10
+    assert not left.exists() and mine.exists()
+    assert trainkit.checkpoints.list_folders(config) == [FIRST]
 
 
 def hashes(tree) -> dict[str, str]:
@@ -450,22 +461,26 @@ def bucket(checkpointer, monkeypatch, tmp_path):
 
 
 def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, restore):
+    """What a killed worker has left of one goes before it is written anew."""
+    (bucket.run_path / FIRST).mkdir()
+    for name in ("left", "part-1-of-2"):
+        (bucket.run_path / FIRST / name).touch()
     save_steps(checkpointer, 10)
+    assert not (bucket.run_path / FIRST / "left").exists()
+    assert [x.name for x in bucket.run_path.glob("*/part-*")] == ["part-0-of-1"]
     assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-    assert list(Path(tempfile.tempdir).rglob("step_*")) == []
-    assert restore()[0] == 10  # from a copy, of which nothing is left
+    assert restore()[0] == 10  # from a copy
     assert list(Path(tempfile.tempdir).rglob("step_*")) == []
 
-    (bucket.run_path / SECOND).mkdir()
-    mark = trainkit.checkpoints.mark
-    mark(bucket, SECOND, 0, 2).write_text("")
-    mark(bucket, SECOND, 1, 3).write_text("")
+    other = bucket.run_path / SECOND
+    other.mkdir()
+    for name in ("part-0-of-2", "part-1-of-3"):
+        (other / name).touch()
     assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-    mark(bucket, SECOND, 1, 2).write_text("")
+    (other / "part-1-of-2").touch()
     assert trainkit.checkpoints.list_saved(bucket) == [SECOND, FIRST]
-    mark(bucket, SECOND, 1, 2).unlink()
-    trainkit.checkpoints.remove_leftovers(bucket)
-    assert trainkit.checkpoints.list_folders(bucket) == [FIRST]
+    (other / "part-1-of-2").unlink()
+    assert restore()[0] == 10 and not other.exists()
 
 
 def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
@@ -473,25 +488,13 @@ def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
 ):
     """Its checkpoints have no marks, and they are whole."""
     save_steps(checkpointer, 10)
-    config = request.getfixturevalue("bucket")
-    trainkit.checkpoints.prepare_folder(config)
-    assert trainkit.checkpoints.list_saved(config) == [FIRST]
+    request.getfixturevalue("bucket")
     assert restore()[0] == 10
 
 
 def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
     """Made in the background, the first of the workers' folders would be the signal."""
     assert not checkpointer.orbax._create_directories_asynchronously
-
-
-def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket, checkpointer):
-    left = bucket.run_path / FIRST / "left"
-    left.parent.mkdir()
-    left.write_text("of a worker that was killed")
-    trainkit.checkpoints.mark(bucket, FIRST, 1, 2).write_text("")
-    save_steps(checkpointer, 10)
-    marks = [path.name for path in left.parent.glob("part-*")]
-    assert not left.exists() and marks == ["part-0-of-1"]
 
 
 @pytest.mark.parametrize("failures", [2, 99])

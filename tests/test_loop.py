@@ -23,6 +23,9 @@ import trainkit.sharding
 import trainkit.token_files
 import trainkit.workers
 
+SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 4, "batch_size": 64, "num_workers": 8}
+
 
 def windows_of(config, split) -> np.ndarray:
     """All windows of a file, in its order, [windows, T + 1]."""
@@ -233,7 +236,7 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd):
 
 
 def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
-    """Nothing starts: what the request says, on each platform."""
+    """Nothing starts: what the request says."""
     guarded = []
 
     def guard(trainer, *given):
@@ -242,11 +245,8 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
 
     monkeypatch.setattr(trainkit.launch, "guard", guard)
 
-    def make(**changes):
-        config = small(**{"num_workers": 2, "max_failures": 5} | changes)
-        return config, tutorial.make_trainer(config)
-
-    config, trainer = make()
+    config = small(num_workers=2, max_failures=5)
+    trainer = tutorial.make_trainer(config)
     run, kept = trainer.run_config, trainer.run_config.checkpoint_config
     assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
     assert run.failure_config.max_failures == 5
@@ -258,8 +258,23 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     functions = ("create_state", "train_step", "eval_step")
     program = (getattr(tutorial, name) for name in functions)
     assert guarded == [(config, *program)]
-    joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
-    for platform, expected in joins.items():
-        changes = {"num_workers": 1} if platform == "tpu" else {}
-        backend = make(platform=platform, **changes)[1].backend_config
-        assert (backend.use_gpu, backend.use_tpu) == expected
+
+
+@pytest.mark.parametrize(
+    "changes, use, resources",
+    [
+        ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
+        ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
+        (SLICE, (False, True), {"TPU": 4}),
+    ],
+)
+def test_devices_that_the_trainer_asks_for(tutorial, small, changes, use, resources):
+    config = small(**{"num_workers": 2} | changes)
+    trainer = tutorial.make_trainer(config)
+    found, backend = trainer.scaling_config, trainer.backend_config
+    assert (found.use_gpu, found.use_tpu) == use
+    assert found.resources_per_worker == resources
+    for name in ("num_workers", "topology", "accelerator_type"):
+        assert getattr(found, name) == getattr(config, name)
+    # JAX is told to join the workers, also on CPUs.
+    assert (backend.use_gpu, backend.use_tpu) == (not use[1], use[1])
