@@ -81,9 +81,9 @@ def initialize():
 """
 DRIVER = """
 import sys
-sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
-from notebook_module import code_cells, load_notebook
 if sys.argv[2] == "as the notebook does":
+    sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
+    from notebook_module import code_cells, load_notebook
     exec(code_cells()[0].source)
     tutorial = load_notebook()
     demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)

@@ -59,12 +59,8 @@ for protocol in ("s3", "s3a", "gs", "gcs"):
     fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
 
 
-class OtherModel(ValueError):
-    """A checkpoint holds other arrays than the model of this run."""
-
-
 # What another attempt can't help: memory that runs out, a worker that died.
-FINAL = (OtherModel, MemoryError, jax.errors.JaxRuntimeError)
+FINAL = (MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Checkpointer:
@@ -173,7 +169,6 @@ class Checkpointer:
             The state, or None if the run has no checkpoint.
 
         Raises:
-            OtherModel: the newest checkpoint that can be read is of another model.
             RuntimeError: there are checkpoints, and none can be read.
         """
         config, names, reasons = self.config, None, []
@@ -217,31 +212,10 @@ def on_all_workers(true: bool) -> bool:
 
 
 def load(config: TrainingConfig, name: str, target: Any) -> Any:
-    """The state in a checkpoint, as `target` describes it.
-
-    Raises:
-        OtherModel: with the first few arrays whose names or shapes differ.
-    """
-    orbax, folder = create_reader(), local_copy(config, name)
-    metadata = orbax.metadata(folder).item_metadata
-    found, expected = map(array_shapes, (metadata.tree if metadata else {}, target))
-    differing = sorted({key for key, _ in found.items() ^ expected.items()})
-    if found and differing:  # nothing at all isn't another model but damage
-        shapes = [
-            f"{k}: found {found.get(k)}, expected {expected.get(k)}" for k in differing
-        ]
-        raise OtherModel(
-            f"{config.run_path / name} is a checkpoint of another model: "
-            f"{'; '.join(shapes[:3])}. Choose another run_name."
-        )
-    return read(orbax, folder, target)
-
-
-def local_copy(config: TrainingConfig, name: str) -> Path:
-    """A checkpoint's folder; from an object store, a copy that a node's workers share."""
+    """The state in a checkpoint; from an object store, one of a node's workers fetches it."""
     stored = in_storage(config, name)
     if not config.remote:
-        return Path(stored.path)
+        return read(stored.path, target)
     folder = staging(config) / "fetched" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(staging(config) / "fetching.lock"):
@@ -252,35 +226,26 @@ def local_copy(config: TrainingConfig, name: str) -> Path:
             there = {"source_filesystem": stored.filesystem} | COPYING
             pyarrow.fs.copy_files(stored.path, str(new), **there)
             new.rename(folder)
-    return folder
+    return read(folder, target)
 
 
-def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
-    arrays = ocp.tree.to_flat_dict(tree, sep=".")
-    return {name: tuple(array.shape) for name, array in arrays.items()}
+def read(folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
+    """The pytree in `folder`, with the shapes, dtypes, and shardings of `target`.
 
-
-def read(orbax, folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
-    """The pytree in `folder`, with the shapes, dtypes, and shardings of `target`."""
-    return orbax.restore(
-        folder,
-        args=ocp.args.PyTreeRestore(
-            target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-            partial_restore=partial_restore,
-        ),
-    )
-
-
-def create_reader() -> ocp.Checkpointer:
-    """Reads pytrees of sharded arrays, without waiting for other processes."""
+    Each process reads by itself, so that one that can't doesn't leave the others waiting.
+    """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"worker-{me}"
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    each = ocp.checkpoint_utils.construct_restore_args(target)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone).restore(
+        folder,
+        args=ocp.args.PyTreeRestore(
+            target, restore_args=each, partial_restore=partial_restore
+        ),
+    )
 
 
 def create_writer(config: TrainingConfig) -> ocp.AsyncCheckpointer:
@@ -317,10 +282,9 @@ def load_params(
     """
     if checkpoint is None:
         raise ValueError("checkpoint: found None, as of a run that has saved none yet")
-    orbax = create_reader()
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
-        settings = orbax.metadata(folder).custom_metadata
+        settings = read_settings(epath.Path(folder))
         if not settings:
             raise ValueError(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
@@ -341,7 +305,7 @@ def load_params(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),
         )
-        state = read(orbax, folder, {"params": target}, partial_restore=True)
+        state = read(folder, {"params": target}, partial_restore=True)
     return config, state["params"]
 
 
@@ -419,11 +383,13 @@ def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
 
 def newest_settings(config: TrainingConfig) -> dict:
     """The configuration in the newest checkpoint that can be read; empty if none can."""
-    for name in list_folders(config):
-        metadata = read_json(config.run_path / name / "_CHECKPOINT_METADATA")
-        if settings := metadata.get("custom_metadata"):
-            return settings
-    return {}
+    found = (read_settings(config.run_path / name) for name in list_folders(config))
+    return next(filter(None, found), {})
+
+
+def read_settings(folder: epath.Path) -> dict:
+    """The configuration in a checkpoint, which is Orbax's custom metadata."""
+    return read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata") or {}
 
 
 def read_log(config: TrainingConfig) -> dict[int, dict]:
