@@ -232,15 +232,22 @@ def test_saves_between_evaluations(small, recorded, monkeypatch):
 def test_the_newest_is_restored_and_ray_is_told_of_what_it_does_not_know(
     checkpointer, restore, capsys
 ):
-    """In order, with the log's lines, as far as the log has them."""
+    """In order, with the log's lines, as far as the log has them.
+
+    What a save that was cut off has left goes; what a person calls much the same stays.
+    """
     assert restore() == (None, [])  # of a run that has none
     config = checkpointer.config
     save_steps(checkpointer, 10, 20, 25)
+    left = config.run_path / f"{THIRD}.orbax-checkpoint-tmp"
+    mine = config.run_path / f"{FIRST}-backup"
+    for folder in (left / "d", mine):
+        folder.mkdir(parents=True)
     lines = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (config.run_path / "metrics.jsonl").write_text(text)
     step, reports = restore(FIRST)
-    assert step == 25
+    assert step == 25 and mine.exists() and not left.exists()
     lines = [{"val_loss": math.inf} | line for line in (lines[1], {"step": 25})]
     assert [metrics for metrics, _ in reports] == lines
     names = [options["checkpoint_dir_name"] for _, options in reports]
@@ -282,6 +289,7 @@ def test_what_cannot_be_read_for_a_minute_is_passed_over(
     assert step == 20 and 60 < sum(pauses) < 70
     assert [o["checkpoint_dir_name"] for _, o in reports] == [FIRST, SECOND]
     said = capsys.readouterr().out
+    assert "load failed; again in 32 s (" in said
     assert f"Cannot restore {folder} on " in said and folder.exists()
     assert f"Continuing from {folder.with_name(SECOND)}" in said
 
@@ -304,13 +312,19 @@ def test_a_checkpoint_that_cannot_be_seen_yet_is_waited_for(
 
 
 def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses):
+    """Nor if it has another model, of which Orbax says how it differs."""
     save_steps(checkpointer, 10, 20)
+
+    def refuses(reason, **changes):
+        match = f"(?s)No checkpoint.*{SECOND} on .*{reason}.*{FIRST} on .*{reason}"
+        with pytest.raises(RuntimeError, match=match):
+            restore(**changes)
+
+    refuses(r"\(64, 65\) .* \(64, 64\)", shape=(64, 65))
+    refuses("a:\n", a=(1,))
     for name in (FIRST, SECOND):
         cut_off(Path(checkpointer.config.run_path / name))
-    with pytest.raises(
-        RuntimeError, match=f"(?s)No checkpoint.*{SECOND} on.*{FIRST} on"
-    ):
-        restore()
+    refuses("Error")
 
 
 def test_wrong_credentials_at_one_start_lose_nothing(
@@ -365,53 +379,6 @@ def test_memory_that_runs_out_is_told_at_once(
     with pytest.raises(type(error), match=str(error)):
         restore()
     assert not pauses
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [({"shape": (64, 65)}, r"\(64, 65\) .* \(64, 64\)"), ({"a": (1,)}, "a:\n")],
-)
-def test_another_model_is_refused(checkpointer, restore, pauses, changes, reason):
-    """As after a change of the notebook's model, with what Orbax says of it."""
-    save_steps(checkpointer, 10)
-    with pytest.raises(RuntimeError, match=f"(?s)another run_name.*{reason}"):
-        restore(**changes)
-
-
-def test_attempts(pauses, capsys):
-    """For a minute; an error that another attempt can't help comes through at once."""
-    calls = []
-
-    def fail(times, error=None):
-        calls.append(times)
-        if len(calls) <= times:
-            raise error or OSError("stale")
-        return "done"
-
-    retry = trainkit.checkpoints.retry
-    assert retry(fail, 6) == "done" and pauses == [1, 2, 4, 8, 16, 32]
-    assert "fail failed; again in 32 s (OSError: stale)" in capsys.readouterr().out
-    calls.clear()
-    with pytest.raises(OSError, match="stale"):
-        retry(fail, 7)
-    calls.clear()
-    with pytest.raises(KeyError):
-        retry(fail, 1, KeyError(), unless=(KeyError,))
-    assert len(calls) == 1
-
-
-def test_what_saves_that_were_cut_off_have_left_is_removed(checkpointer, restore):
-    """At each start. What a person calls much the same stays."""
-    save_steps(checkpointer, 10)
-    config = checkpointer.config
-    left = config.run_path / f"{SECOND}.orbax-checkpoint-tmp"
-    mine = config.run_path / f"{FIRST}-backup"
-    (left / "d").mkdir(parents=True)
-    mine.mkdir()
-    assert trainkit.checkpoints.list_saved(config) == [FIRST]
-    assert restore()[0] == 10
-    assert not left.exists() and mine.exists()
-    assert trainkit.checkpoints.list_folders(config) == [FIRST]
 
 
 def hashes(tree) -> dict[str, str]:
