@@ -226,7 +226,11 @@ def load(config: TrainingConfig, name: str, target: Any) -> Any:
             there = {"source_filesystem": stored.filesystem} | COPYING
             pyarrow.fs.copy_files(stored.path, str(new), **there)
             new.rename(folder)
-    return read(folder, target)
+    try:
+        return read(folder, target)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)  # so that it is fetched again
+        raise
 
 
 def read(folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
