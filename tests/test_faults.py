@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +19,16 @@ from accidents import (
     at_step,
     disk_of,
     in_the_background,
-    interrupt,
     kill,
     kill_controller,
     last_step,
     train_loop_of,
     wait_for,
-    worker_of,
 )
 
 import trainkit.checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def preempt(config) -> None:
-    """What a node does that is taken away: SIGTERM, and soon after SIGKILL."""
-    pid = worker_of(config, 1)
-    os.kill(pid, signal.SIGTERM)
-    time.sleep(0.3)
-    os.kill(pid, signal.SIGKILL)
 
 
 def saved(step: int):
@@ -81,30 +70,11 @@ def loop_that_cannot_read(tutorial, name: str):
     return loop
 
 
-FEW = (saved(24), kill(0)), (writing_after(32), kill_controller)
-MANY = (
-    (at_step(3), kill(0)),  # before the first checkpoint
-    (saved(24), kill(0)),
-    (at_step(34), preempt),
-    (at_step(40), interrupt),
-    (at_step(46), kill(1, signal.SIGSTOP)),  # which the watchdog notices
-    (writing_after(56), kill_controller),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "accidents", [FEW, pytest.param(MANY, marks=pytest.mark.extra)], ids=["few", "many"]
-)
-def test_one_accident_after_the_other(tutorial, cluster, reference, accidents):
+def test_one_accident_after_the_other(tutorial, cluster, reference):
     """And the newest checkpoint can't be read once, by one of the workers."""
-    config = dataclasses.replace(
-        reference,
-        run_name=f"accidents-{len(accidents)}",
-        max_steps=72 if accidents is MANY else 48,
-        max_failures=9,
-        stall_timeout_s=40.0,
-    )
+    config = dataclasses.replace(reference, run_name="accidents", max_steps=48)
+    accidents = (saved(24), kill(0)), (writing_after(32), kill_controller)
     happen = Accidents(config, *accidents)
     loop = loop_that_cannot_read(tutorial, "step_00000024")
     with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
@@ -114,25 +84,27 @@ def test_one_accident_after_the_other(tutorial, cluster, reference, accidents):
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
     assert not any(config.run_path.glob("*tmp*"))
-    if accidents is MANY:
-        stopped = happen.seconds.pop(4) - config.stall_timeout_s
-        assert 0 <= stopped < 150
     assert max(happen.seconds) < 150  # measured: 23 to 31 s; machines are noisy
 
 
 @pytest.mark.slow
 @pytest.mark.extra
 def test_runs_killed_at_random(tutorial, cluster, reference, request):
-    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row."""
-    rng = np.random.default_rng()
-    for run in range(request.config.getoption("--random-kills")):
+    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row.
+
+    At last a worker is stopped, which the watchdog notices.
+    """
+    rng, kills = np.random.default_rng(), request.config.getoption("--random-kills")
+    for run in range(kills + 1):
         config = dataclasses.replace(reference, run_name=f"random-{run}")
+        config = dataclasses.replace(config, stall_timeout_s=40.0)
         rank, step = run % 2, int(rng.integers(1, 64))
         print(f"run {run}: rank {rank} at step {step}")
-        accident = Accidents(config, (at_step(step), kill(rank)))
+        harm = kill(rank, signal.SIGKILL if run < kills else signal.SIGSTOP)
+        accident = Accidents(config, (at_step(step), harm))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None and max(accident.seconds) < 150
+        assert result.error is None and max(accident.seconds) < 190
         assert_equal_runs(config, reference)
 
 
