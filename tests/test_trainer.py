@@ -1,18 +1,22 @@
-"""A real run of JaxTrainer: two workers, one JAX program."""
+"""Real JaxTrainer runs: two workers, one JAX program."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import jax
 import numpy as np
 import pytest
+import ray.data
 from accidents import log_of
 from conftest import ROOT, read_arrays
 from notebook_module import abstract_state
+from samples import add_from_guide
 
 import trainkit.checkpoints
 import trainkit.generate
@@ -76,3 +80,17 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     size = sum(leaf.nbytes for leaf in saved)
     found = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())
     assert size * 0.5 < found < size * 1.3
+
+
+@pytest.mark.extra
+def test_training_on_a_stream_of_documents(tutorial, cluster, small):
+    """No token files: documents are tokenized while two workers train on them."""
+    sizes = {"vocab_size": 50_257, "block_size": 64, "batch_size": 8}
+    config = small(**sizes, num_workers=2, warmup_steps=2)
+    add_from_guide(tutorial, "train_on_stream")
+    documents = ray.data.from_items([{"text": topics[name]} for name in [*topics][:12]])
+    cut_windows = partial(tutorial.cut_windows, config=config)
+    trainer = tutorial.make_trainer(config, tutorial.train_on_stream)
+    trainer.datasets = {"windows": documents.map_batches(cut_windows, batch_size=256)}
+    assert trainer.fit().error is None
+    assert not Path(config.data_dir).exists()
