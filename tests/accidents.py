@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -56,28 +55,13 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
 
 
 def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process id in the run's folder.
-
-    It raises an exception, wherever it is, when rank 0 finds a file `raise` there.
-    """
+    """The notebook's loop, on workers that leave their process id in the run's folder."""
     train_loop = tutorial.train_loop_per_worker
-
-    def raise_when_asked(thread: int, asked) -> None:
-        while not asked.exists():
-            time.sleep(0.02)
-        asked.unlink()
-        error = ctypes.py_object(ZeroDivisionError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
     def loop(settings: dict) -> None:
         config = trainkit.config.TrainingConfig(**settings)
         rank = ray.train.get_context().get_world_rank()
         (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
-        if rank == 0 and not config.remote:
-            arguments = (threading.get_ident(), config.run_path / "raise")
-            threading.Thread(
-                target=raise_when_asked, args=arguments, daemon=True
-            ).start()
         train_loop(settings)
 
     return loop
@@ -93,11 +77,6 @@ def worker_of(config, rank: int) -> int:
         except OSError:  # on an object store, replaced while it was read
             pass
         time.sleep(0.01)  # another is just writing its own there
-
-
-def interrupt(config) -> None:
-    """An exception comes up in the middle of rank 0's loop."""
-    (config.run_path / "raise").touch()
 
 
 def kill_controller(config) -> None:

@@ -122,6 +122,20 @@ def test_a_failed_save_is_seen_by_the_loop_and_by_rays_thread(
     assert trainkit.checkpoints.list_saved(checkpointer.config) == [FIRST]
 
 
+def test_no_worker_waits_in_orbax_while_the_first_tries(checkpointer, monkeypatch):
+    """Its attempts may take a minute, and there are limits to waiting there."""
+    order, ours = [], trainkit.checkpoints
+    for place, name in (
+        (ours.lock, "confirm"),
+        (ray.train.collective, "barrier"),
+        (checkpointer.orbax, "save"),
+    ):
+        note = lambda *_, name=name, **__: order.append(name)  # noqa: E731
+        monkeypatch.setattr(place, name, note)
+    save_steps(checkpointer, 10)
+    assert order == ["confirm", "barrier", "save"]
+
+
 def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
     """After a run went on from the checkpoint before; what is there is replaced."""
     state, folder = (
@@ -173,7 +187,7 @@ def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
         for step in range(200, 4_001, 200):
             (config.run_path / f"step_{step:08d}").mkdir(parents=True)
             line = {"val_loss": losses[step]} if step in losses else {}
-            yield step, trainkit.checkpoints.metrics_of({"step": step} | line)
+            yield step, trainkit.checkpoints.NOT_EVALUATED | line
 
     kept = tutorial.make_run_config(config).checkpoint_config
     manager = asyncio.run(record(config, kept, steps()))
@@ -218,15 +232,22 @@ def test_saves_between_evaluations(small, recorded, monkeypatch):
 def test_the_newest_is_restored_and_ray_is_told_of_what_it_does_not_know(
     checkpointer, restore, capsys
 ):
-    """In order, with the log's lines, as far as the log has them."""
+    """In order, with the log's lines, as far as the log has them.
+
+    What a save that was cut off has left goes; what a person calls much the same stays.
+    """
     assert restore() == (None, [])  # of a run that has none
     config = checkpointer.config
     save_steps(checkpointer, 10, 20, 25)
+    left = config.run_path / f"{THIRD}.orbax-checkpoint-tmp"
+    mine = config.run_path / f"{FIRST}-backup"
+    for folder in (left / "d", mine):
+        folder.mkdir(parents=True)
     lines = [{"step": 10, "loss": 3.0}, {"step": 20, "loss": 2.0}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (config.run_path / "metrics.jsonl").write_text(text)
     step, reports = restore(FIRST)
-    assert step == 25
+    assert step == 25 and mine.exists() and not left.exists()
     lines = [{"val_loss": math.inf} | line for line in (lines[1], {"step": 25})]
     assert [metrics for metrics, _ in reports] == lines
     names = [options["checkpoint_dir_name"] for _, options in reports]
@@ -268,6 +289,7 @@ def test_what_cannot_be_read_for_a_minute_is_passed_over(
     assert step == 20 and 60 < sum(pauses) < 70
     assert [o["checkpoint_dir_name"] for _, o in reports] == [FIRST, SECOND]
     said = capsys.readouterr().out
+    assert "load failed; again in 32 s (" in said
     assert f"Cannot restore {folder} on " in said and folder.exists()
     assert f"Continuing from {folder.with_name(SECOND)}" in said
 
@@ -290,13 +312,19 @@ def test_a_checkpoint_that_cannot_be_seen_yet_is_waited_for(
 
 
 def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses):
+    """Nor if it has another model, of which Orbax says how it differs."""
     save_steps(checkpointer, 10, 20)
+
+    def refuses(reason, **changes):
+        match = f"(?s)No checkpoint.*{SECOND} on .*{reason}.*{FIRST} on .*{reason}"
+        with pytest.raises(RuntimeError, match=match):
+            restore(**changes)
+
+    refuses(r"\(64, 65\) .* \(64, 64\)", shape=(64, 65))
+    refuses("a:\n", a=(1,))
     for name in (FIRST, SECOND):
         cut_off(Path(checkpointer.config.run_path / name))
-    with pytest.raises(
-        RuntimeError, match=f"(?s)No checkpoint.*{SECOND} on.*{FIRST} on"
-    ):
-        restore()
+    refuses("Error")
 
 
 def test_wrong_credentials_at_one_start_lose_nothing(
@@ -353,61 +381,6 @@ def test_memory_that_runs_out_is_told_at_once(
     assert not pauses
 
 
-def test_another_model_is_told_at_once_by_its_shapes(checkpointer, restore, pauses):
-    """As after a change of the notebook's model; at most three differences."""
-    save_steps(checkpointer, 10)
-    with pytest.raises(ValueError) as error:
-        restore(shape=(64, 65))
-    assert str(error.value) == (
-        f"{checkpointer.config.run_path / FIRST} is a checkpoint of another model: kernel: "
-        "found (64, 64), expected (64, 65). Choose another run_name."
-    )
-    with pytest.raises(
-        ValueError, match=r"a: found None, expected \(1,\); .*; c: [^;]*\. Choose"
-    ):
-        restore(a=(1,), b=(1,), c=(1,), d=(1,))
-    assert not pauses
-
-
-def test_attempts(pauses, capsys):
-    """For a minute; an error that another attempt can't help comes through at once."""
-    calls = []
-
-    def fail(times, error=None):
-        calls.append(times)
-        if len(calls) <= times:
-            raise error or OSError("stale")
-        return "done"
-
-    retry = trainkit.checkpoints.retry
-    assert retry(fail, 6) == "done" and pauses == [1, 2, 4, 8, 16, 32]
-    assert "fail failed; again in 32 s (OSError: stale)" in capsys.readouterr().out
-    calls.clear()
-    with pytest.raises(OSError, match="stale"):
-        retry(fail, 7)
-    calls.clear()
-    with pytest.raises(KeyError):
-        retry(fail, 1, KeyError(), unless=(KeyError,))
-    assert len(calls) == 1
-
-
-def test_what_saves_that_were_cut_off_have_left_is_removed(
-    checkpointer, restore, monkeypatch
-):
-    """At each start. What a person calls much the same stays."""
-    save_steps(checkpointer, 10)
-    config = checkpointer.config
-    left = config.run_path / f"{SECOND}.orbax-checkpoint-tmp"
-    mine = config.run_path / f"{FIRST}-backup"
-    for clean in (restore, lambda: trainkit.checkpoints.prepare_folder(config)):
-        (left / "d").mkdir(parents=True)
-        mine.mkdir(exist_ok=True)
-        assert trainkit.checkpoints.list_saved(config) == [FIRST]
-        clean()
-        assert not left.exists() and mine.exists()
-        assert trainkit.checkpoints.list_folders(config) == [FIRST]
-
-
 def hashes(tree) -> dict[str, str]:
     """What `data/old_checkpoint/arrays.json` holds of each array."""
 
@@ -450,22 +423,26 @@ def bucket(checkpointer, monkeypatch, tmp_path):
 
 
 def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, restore):
+    """What a killed worker has left of one goes before it is written anew."""
+    (bucket.run_path / FIRST).mkdir()
+    for name in ("left", "part-1-of-2"):
+        (bucket.run_path / FIRST / name).touch()
     save_steps(checkpointer, 10)
+    assert not (bucket.run_path / FIRST / "left").exists()
+    assert [x.name for x in bucket.run_path.glob("*/part-*")] == ["part-0-of-1"]
     assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-    assert list(Path(tempfile.tempdir).rglob("step_*")) == []
-    assert restore()[0] == 10  # from a copy, of which nothing is left
+    assert restore()[0] == 10  # from a copy
     assert list(Path(tempfile.tempdir).rglob("step_*")) == []
 
-    (bucket.run_path / SECOND).mkdir()
-    mark = trainkit.checkpoints.mark
-    mark(bucket, SECOND, 0, 2).write_text("")
-    mark(bucket, SECOND, 1, 3).write_text("")
+    other = bucket.run_path / SECOND
+    other.mkdir()
+    for name in ("part-0-of-2", "part-1-of-3"):
+        (other / name).touch()
     assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-    mark(bucket, SECOND, 1, 2).write_text("")
+    (other / "part-1-of-2").touch()
     assert trainkit.checkpoints.list_saved(bucket) == [SECOND, FIRST]
-    mark(bucket, SECOND, 1, 2).unlink()
-    trainkit.checkpoints.remove_leftovers(bucket)
-    assert trainkit.checkpoints.list_folders(bucket) == [FIRST]
+    (other / "part-1-of-2").unlink()
+    assert restore()[0] == 10 and not other.exists()
 
 
 def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
@@ -473,25 +450,13 @@ def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
 ):
     """Its checkpoints have no marks, and they are whole."""
     save_steps(checkpointer, 10)
-    config = request.getfixturevalue("bucket")
-    trainkit.checkpoints.prepare_folder(config)
-    assert trainkit.checkpoints.list_saved(config) == [FIRST]
+    request.getfixturevalue("bucket")
     assert restore()[0] == 10
 
 
 def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
     """Made in the background, the first of the workers' folders would be the signal."""
     assert not checkpointer.orbax._create_directories_asynchronously
-
-
-def test_what_is_left_of_a_part_goes_before_it_is_written_anew(bucket, checkpointer):
-    left = bucket.run_path / FIRST / "left"
-    left.parent.mkdir()
-    left.write_text("of a worker that was killed")
-    trainkit.checkpoints.mark(bucket, FIRST, 1, 2).write_text("")
-    save_steps(checkpointer, 10)
-    marks = [path.name for path in left.parent.glob("part-*")]
-    assert not left.exists() and marks == ["part-0-of-1"]
 
 
 @pytest.mark.parametrize("failures", [2, 99])
@@ -515,8 +480,10 @@ def test_an_upload_is_tried_for_a_minute(
     assert saved == ([FIRST] if failures < 6 else [])
 
 
-def test_workers_of_a_node_share_a_download(bucket, checkpointer, pauses, monkeypatch):
-    """Also if it fails at first; what one has left, the next removes."""
+def test_workers_of_a_node_share_a_download(
+    bucket, checkpointer, restore, pauses, monkeypatch
+):
+    """One that fails, or can't be read, is done again; what it has left is removed."""
     save_steps(checkpointer, 10)
     copy, attempts = pyarrow.fs.copy_files, []
 
@@ -526,11 +493,14 @@ def test_workers_of_a_node_share_a_download(bucket, checkpointer, pauses, monkey
             Path(target, "left").touch()
             raise OSError("AWS Error SLOW_DOWN")
         copy(source, target, **options)
+        if len(attempts) == 2:
+            HARM["no JSON"](Path(target))
 
     monkeypatch.setattr(pyarrow.fs, "copy_files", copy_files)
-    given = trainkit.checkpoints.local_copy, bucket, FIRST
-    first, second = (trainkit.checkpoints.retry(*given) for _ in range(2))
-    assert first == second and len(attempts) == 2
+    assert restore()[0] == 10 and pauses == [1, 2]
+    monkeypatch.setattr(trainkit.checkpoints, "read", lambda folder, _: folder)
+    first, second = (trainkit.checkpoints.load(bucket, FIRST, None) for _ in range(2))
+    assert first == second and len(attempts) == 4
     assert not (first / "left").exists() and len(read_arrays(first)) == 1
 
 

@@ -3,17 +3,13 @@
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
@@ -23,63 +19,16 @@ from accidents import (
     at_step,
     disk_of,
     in_the_background,
-    interrupt,
     kill,
     kill_controller,
     last_step,
-    lose,
     train_loop_of,
     wait_for,
-    worker_of,
 )
-from conftest import read_arrays, start_ray, stop_ray
-from notebook_module import abstract_state
-from ray.cluster_utils import Cluster
 
 import trainkit.checkpoints
-import trainkit.config
-import trainkit.sharding
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.mark.slow
-def test_of_a_run_the_latest_and_the_best_are_kept_whole(tutorial, undisturbed):
-    """Parameters, both moments of AdamW, the step; and as metadata the configuration."""
-    config, result = undisturbed(2)
-    kept = {int(name[5:]) for name in trainkit.checkpoints.list_saved(config)}
-    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
-    losses = {
-        x["step"]: x["val_loss"] for x in map(json.loads, lines) if "val_loss" in x
-    }
-    assert len(losses) == 6
-    best = sorted(losses, key=losses.get)[:2]
-    assert kept == {72, *best}
-    assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
-
-    folder = Path(result.checkpoint.path)
-    metadata = ocp.PyTreeCheckpointer().metadata(folder).custom_metadata
-    assert trainkit.config.TrainingConfig(**metadata) == config
-    alone = dataclasses.replace(config, num_workers=1)
-    state = abstract_state(tutorial, alone, trainkit.sharding.make_mesh(alone))
-    saved = read_arrays(folder)
-    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(state))
-    assert sorted(leaf.shape for leaf in saved) == shapes
-    # Written once: no second copy of the arrays anywhere in the run's folder.
-    size = sum(leaf.nbytes for leaf in saved)
-    found = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    assert size * 0.5 < found < size * 1.3
-
-
-# Processes.
-
-
-def preempt(config) -> None:
-    """What a node does that is taken away: SIGTERM, and soon after SIGKILL."""
-    pid = worker_of(config, 1)
-    os.kill(pid, signal.SIGTERM)
-    time.sleep(0.3)
-    os.kill(pid, signal.SIGKILL)
 
 
 def saved(step: int):
@@ -121,30 +70,11 @@ def loop_that_cannot_read(tutorial, name: str):
     return loop
 
 
-FEW = (saved(24), kill(0)), (writing_after(32), kill_controller)
-MANY = (
-    (at_step(3), kill(0)),  # before the first checkpoint
-    (saved(24), kill(0)),
-    (at_step(34), preempt),
-    (at_step(40), interrupt),
-    (at_step(46), kill(1, signal.SIGSTOP)),  # which the watchdog notices
-    (writing_after(56), kill_controller),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "accidents", [FEW, pytest.param(MANY, marks=pytest.mark.extra)], ids=["few", "many"]
-)
-def test_one_accident_after_the_other(tutorial, cluster, reference, accidents):
+def test_one_accident_after_the_other(tutorial, cluster, reference):
     """And the newest checkpoint can't be read once, by one of the workers."""
-    config = dataclasses.replace(
-        reference,
-        run_name=f"accidents-{len(accidents)}",
-        max_steps=72 if accidents is MANY else 48,
-        max_failures=9,
-        stall_timeout_s=40.0,
-    )
+    config = dataclasses.replace(reference, run_name="accidents", max_steps=48)
+    accidents = (saved(24), kill(0)), (writing_after(32), kill_controller)
     happen = Accidents(config, *accidents)
     loop = loop_that_cannot_read(tutorial, "step_00000024")
     with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
@@ -154,25 +84,27 @@ def test_one_accident_after_the_other(tutorial, cluster, reference, accidents):
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
     assert not any(config.run_path.glob("*tmp*"))
-    if accidents is MANY:
-        stopped = happen.seconds.pop(4) - config.stall_timeout_s
-        assert 0 <= stopped < 150
     assert max(happen.seconds) < 150  # measured: 23 to 31 s; machines are noisy
 
 
 @pytest.mark.slow
 @pytest.mark.extra
 def test_runs_killed_at_random(tutorial, cluster, reference, request):
-    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row."""
-    rng = np.random.default_rng()
-    for run in range(request.config.getoption("--random-kills")):
+    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row.
+
+    At last a worker is stopped, which the watchdog notices.
+    """
+    rng, kills = np.random.default_rng(), request.config.getoption("--random-kills")
+    for run in range(kills + 1):
         config = dataclasses.replace(reference, run_name=f"random-{run}")
+        config = dataclasses.replace(config, stall_timeout_s=40.0)
         rank, step = run % 2, int(rng.integers(1, 64))
         print(f"run {run}: rank {rank} at step {step}")
-        accident = Accidents(config, (at_step(step), kill(rank)))
+        harm = kill(rank, signal.SIGKILL if run < kills else signal.SIGSTOP)
+        accident = Accidents(config, (at_step(step), harm))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None and max(accident.seconds) < 150
+        assert result.error is None and max(accident.seconds) < 190
         assert_equal_runs(config, reference)
 
 
@@ -275,50 +207,3 @@ def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):
         with pytest.raises(ValueError, match=f"data_dir: {disk} is a mounted disk"):
             tutorial.prepare_dataset(small(data_dir=str(disk)))
         assert list(disk.iterdir()) == []
-
-
-# A node that goes away while a checkpoint is written.
-
-
-@pytest.fixture
-def three_nodes():
-    """Room for a worker and its data tasks on each; one is to spare."""
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    start_ray(cluster.address)  # on the head, which stays
-    for _ in range(2):
-        cluster.add_node(num_cpus=3)
-    cluster.wait_for_nodes()
-    yield cluster
-    stop_ray()
-    cluster.shutdown()
-
-
-def loop_that_notes_its_node(tutorial, config):
-    train_loop, folder = tutorial.train_loop_per_worker, config.run_path
-
-    def loop(settings):
-        rank = ray.train.get_context().get_world_rank()
-        node = ray.get_runtime_context().get_node_id()
-        (folder / f"node-{rank}").write_text(node)
-        train_loop(settings)
-
-    return loop
-
-
-@pytest.mark.slow
-@pytest.mark.extra
-def test_node_is_lost_while_a_checkpoint_is_written(tutorial, reference, three_nodes):
-    config = dataclasses.replace(reference, run_name="spare", cpus_per_worker=2.0)
-    loop = loop_that_notes_its_node(tutorial, config)
-
-    def writing() -> bool:
-        return last_step(config) >= 44 and any(config.run_path.glob("*tmp*"))
-
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
-        wait_for(writing, pause=0.002, what="a checkpoint that is being written")
-        used = [(config.run_path / f"node-{rank}").read_text() for rank in range(2)]
-        lost = [node for node in three_nodes.worker_nodes if node.node_id in used]
-        lose(three_nodes, lost[0])
-        assert result().error is None
-    assert_equal_runs(config, reference)

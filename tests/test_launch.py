@@ -538,7 +538,7 @@ def test_another_program_ends_the_launch_at_once(tutorial, reference, monkeypatc
     later = lambda config: lambda step: schedule(config)(step + 1)  # noqa: E731
     monkeypatch.setattr(tutorial, "learning_rate_schedule", later)
     trainer = tutorial.make_trainer(reference)
-    monkeypatch.setattr(trainkit.checkpoints, "prepare_folder", pytest.fail)
+    monkeypatch.setattr(trainkit.workers, "release_placement_groups", pytest.fail)
     with pytest.raises(ValueError, match="holds a run with another program:\n- "):
         trainer.fit()
     assert log_of(reference) == log

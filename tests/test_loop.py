@@ -23,6 +23,9 @@ import trainkit.sharding
 import trainkit.token_files
 import trainkit.workers
 
+SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 4, "batch_size": 64, "num_workers": 8}
+
 
 def windows_of(config, split) -> np.ndarray:
     """All windows of a file, in its order, [windows, T + 1]."""
@@ -30,60 +33,6 @@ def windows_of(config, split) -> np.ndarray:
     T = config.block_size
     last = len(tokens) - T
     return np.stack([tokens[start : start + T + 1] for start in range(0, last, T)])
-
-
-def training_windows(tutorial, config, steps, rows=None) -> np.ndarray:
-    """[steps, rows, T + 1]."""
-    numbers = trainkit.token_files.windows_of(config, "train", steps, rows)
-    dataset = tutorial.make_token_dataset(config, "train", [numbers])
-    batches = list(dataset.iter_batches(1))
-    np.testing.assert_array_equal([batch["numbers"][0] for batch in batches], numbers)
-    return np.stack([batch["tokens"][0] for batch in batches])
-
-
-def test_each_epoch_has_each_window_in_an_order_of_its_own(
-    tutorial, small, write_bins, monkeypatch
-):
-    """33 windows in steps of 4: an epoch ends inside a batch."""
-    without_a_cluster(monkeypatch)
-    config = write_bins(small(max_steps=34), train_tokens=33 * 16 + 9)
-    windows = windows_of(config, "train")
-    assert windows.shape == (33, 17)
-    found = training_windows(tutorial, config, range(34)).reshape(-1, 17)
-    assert found.dtype == np.uint16
-    epochs = [found[start : start + 33] for start in range(0, 132, 33)]
-    for epoch in epochs:
-        assert sorted(map(bytes, epoch)) == sorted(map(bytes, windows))
-    assert len({epoch.tobytes() for epoch in [*epochs, windows]}) == 5
-    # The order is that of all versions, or runs that go on would repeat windows.
-    for epoch in (0, 3):
-        key = 1337 * 4_294_967_296 + epoch
-        order = [shuffled_in_plain_integers(i, 33, key) for i in range(33)]
-        np.testing.assert_array_equal(epochs[epoch], windows[order])
-    other = dataclasses.replace(config, seed=config.seed + 1)
-    other = training_windows(tutorial, other, range(34)).reshape(-1, 17)
-    assert len({other[:33].tobytes(), *(epoch.tobytes() for epoch in epochs)}) == 5
-    assert other[33:66].tobytes() not in {epoch.tobytes() for epoch in epochs}
-
-
-def test_windows_follow_the_step_and_the_place(
-    tutorial, small, write_bins, monkeypatch
-):
-    without_a_cluster(monkeypatch)
-    config = write_bins(small())
-    whole = training_windows(tutorial, config, range(20))
-    np.testing.assert_array_equal(
-        training_windows(tutorial, config, range(7, 9)), whole[7:9]
-    )
-    np.testing.assert_array_equal(
-        training_windows(tutorial, config, range(3, 6), np.array([1, 3])),
-        whole[3:6, [1, 3]],
-    )
-    numbers = trainkit.token_files.windows_of(config, "val", range(1, 3))
-    assert numbers.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
-    val = tutorial.make_token_dataset(config, "val", [numbers])
-    found = np.concatenate([batch["tokens"][0] for batch in val.iter_batches(1)])
-    np.testing.assert_array_equal(found, windows_of(config, "val")[4:12])
 
 
 @pytest.fixture
@@ -133,9 +82,13 @@ def play(tutorial, monkeypatch):
 
 @pytest.fixture
 def odd(small, write_bins):
-    """Intervals that don't divide one another, nor the number of steps."""
+    """Intervals that don't divide one another, nor the number of steps.
+
+    Of 33 windows in steps of 4, an epoch ends inside a batch.
+    """
     return write_bins(
         small(
+            seed=7,
             n_layer=1,
             dropout=0.1,
             device_batch_size=2,
@@ -145,7 +98,8 @@ def odd(small, write_bins):
             checkpoint_interval=5,
             eval_steps=3,
             stall_timeout_s=77.0,
-        )
+        ),
+        train_tokens=33 * 16 + 9,
     )
 
 
@@ -169,16 +123,22 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
 
 
 def test_steps_are_those_of_the_windows_in_order(tutorial, play, odd):
-    """The loop's losses and last weights are those of a plain loop over `train_step`."""
+    """The loop's losses and last weights are those of a plain loop over `train_step`.
+
+    The order is that of all versions, or runs that go on would repeat windows.
+    """
     play(odd)
     mesh, losses = trainkit.sharding.make_mesh(odd), {}
+    keys = [odd.seed * 4_294_967_296 + epoch for epoch in range(2)]
+    order = [shuffled_in_plain_integers(i, 33, key) for key in keys for i in range(33)]
+    batches = windows_of(odd, "train")[order[:44]].reshape(11, 4, 17)
     with jax.set_mesh(mesh):
         given = tutorial.create_state, odd
         abstract = trainkit.sharding.abstract_state(
             *given, mesh, tutorial.SHARDING_RULES
         )
         state = trainkit.sharding.initial_state(*given, abstract)
-        for step, windows in enumerate(training_windows(tutorial, odd, range(11)), 1):
+        for step, windows in enumerate(batches, 1):
             state, metrics = tutorial.train_step(state, windows, odd)
             losses[step] = float(metrics["loss"])
     log = log_of(odd)
@@ -233,7 +193,7 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd):
 
 
 def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
-    """Nothing starts: what the request says, on each platform."""
+    """Nothing starts: what the request says."""
     guarded = []
 
     def guard(trainer, *given):
@@ -242,11 +202,8 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
 
     monkeypatch.setattr(trainkit.launch, "guard", guard)
 
-    def make(**changes):
-        config = small(**{"num_workers": 2, "max_failures": 5} | changes)
-        return config, tutorial.make_trainer(config)
-
-    config, trainer = make()
+    config = small(num_workers=2, max_failures=5)
+    trainer = tutorial.make_trainer(config)
     run, kept = trainer.run_config, trainer.run_config.checkpoint_config
     assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
     assert run.failure_config.max_failures == 5
@@ -258,8 +215,23 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     functions = ("create_state", "train_step", "eval_step")
     program = (getattr(tutorial, name) for name in functions)
     assert guarded == [(config, *program)]
-    joins = {"cpu": (True, False), "gpu": (True, False), "tpu": (False, True)}
-    for platform, expected in joins.items():
-        changes = {"num_workers": 1} if platform == "tpu" else {}
-        backend = make(platform=platform, **changes)[1].backend_config
-        assert (backend.use_gpu, backend.use_tpu) == expected
+
+
+@pytest.mark.parametrize(
+    "changes, use, resources",
+    [
+        ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
+        ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
+        (SLICE, (False, True), {"TPU": 4}),
+    ],
+)
+def test_devices_that_the_trainer_asks_for(tutorial, small, changes, use, resources):
+    config = small(**{"num_workers": 2} | changes)
+    trainer = tutorial.make_trainer(config)
+    found, backend = trainer.scaling_config, trainer.backend_config
+    assert (found.use_gpu, found.use_tpu) == use
+    assert found.resources_per_worker == resources
+    for name in ("num_workers", "topology", "accelerator_type"):
+        assert getattr(found, name) == getattr(config, name)
+    # JAX is told to join the workers, also on CPUs.
+    assert (backend.use_gpu, backend.use_tpu) == (not use[1], use[1])

@@ -206,6 +206,13 @@ def test_old_python_is_refused(monkeypatch):
         trainkit.check_versions()
 
 
+def test_windows_is_refused_in_a_sentence():
+    script = "import importlib.metadata, sys; sys.platform = 'win32'; import trainkit"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "runs on Linux and macOS, found 'win32'" in result.stderr
+
+
 def test_pins_are_within_what_is_accepted():
     def number(version):
         return [int(part) for part in version.split(".")]

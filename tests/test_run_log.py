@@ -1,6 +1,5 @@
 """The run's log: its lines, where they go, and what ends a run."""
 
-import faulthandler
 import json
 import math
 import re
@@ -80,14 +79,8 @@ def test_lines_have_the_last_step_the_tokens_and_the_speed(
     assert written(config) == sent == [first, second]
     assert reported == first | {"val_loss": math.inf} and last == second
     said = capsys.readouterr().out
-    assert "64 tokens a step | on each of 1 devices: 4 windows as 1 x 4" in said
+    assert "mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4" in said
     assert "step 10 | tokens 640 | grad_norm 1 | loss 3 | tokens_per_s 384" in said
-
-
-def test_a_step_that_is_saved_is_logged(log, small):
-    started = log(small(log_interval=100))
-    assert started.add(1, metrics(2), False) is None
-    assert started.add(2, metrics(1), True)["step"] == 2
 
 
 def test_the_loop_stays_two_steps_ahead_of_the_device(log, small, monkeypatch):
@@ -188,16 +181,6 @@ def test_a_bar_that_is_open_at_the_end_does_no_harm():
     assert result.stdout == "closed\n"
 
 
-def test_a_closed_log_is_not_watched(log, small, monkeypatch):
-    cancelled = []
-    cancel = faulthandler.cancel_dump_traceback_later
-    monkeypatch.setattr(
-        faulthandler, "cancel_dump_traceback_later", lambda: cancelled.append(cancel())
-    )
-    log(small()).close()
-    assert cancelled
-
-
 GOOD = {"loss": 1.0, "grad_norm": 1.0}
 
 
@@ -226,15 +209,6 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
     with pytest.raises(FloatingPointError, match="5: .* checkpoint: step_00000004."):
         trainkit.run_log.refuse_diverged(config)
     assert [line["step"] for line in written(config)] == [6]
-
-
-def test_the_first_line_says_how_a_batch_is_divided(monkeypatch):
-    config = TrainingConfig(
-        num_workers=8, batch_size=480, device_batch_size=32, block_size=16
-    )
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    found = trainkit.run_log.describe_start(config)
-    assert found == ("7,680 tokens a step | on each of 8 devices: 60 windows as 2 x 30")
 
 
 # Where the guide sends the lines.

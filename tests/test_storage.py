@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import boto3
 import pyarrow as pa
@@ -18,24 +17,18 @@ import tiktoken
 from accidents import (
     Accidents,
     assert_equal_runs,
-    at_step,
-    kill,
     log_of,
     train_loop_of,
     wait_for,
     worker_of,
 )
 from conftest import start_ray, stop_ray
-from samples import byte_pairs
-from scoring import score
 
 import trainkit.checkpoints
 import trainkit.corpus
 import trainkit.generate
-import trainkit.huggingface
 import trainkit.lock
 import trainkit.token_files
-import trainkit.tokenizers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -159,49 +152,6 @@ def test_text_in_a_bucket(tutorial, bucket, small):
         tutorial.prepare_dataset(config)
     with pytest.raises(FileNotFoundError, match="no file matches s3://models/none"):
         trainkit.corpus.read(small(dataset="s3://models/none/*.parquet"))
-
-
-@pytest.mark.extra
-def test_from_text_in_a_bucket_to_a_scored_model(tutorial, bucket, small, tmp_path):
-    """With a tokenizer of its own; a worker is killed on the way, and no step is lost."""
-    byte_pairs(tmp_path / "tokenizer.json", [*topics.values()], 600)
-    table = pa.table({"text": [*topics.values()]})
-    with pa.BufferOutputStream() as parquet:
-        pyarrow.parquet.write_table(table, parquet, row_group_size=20)
-        body = parquet.getvalue().to_pybytes()
-    boto3.client("s3").put_object(Bucket="models", Key="text/a.parquet", Body=body)
-    settings = {
-        "dataset": "s3://models/text/",
-        "tokenizer": str(tmp_path / "tokenizer.json"),
-        "vocab_size": 600,
-        "block_size": 64,
-        "val_fraction": 0.1,
-        "num_workers": 2,
-        "max_steps": 24,
-        "decay_steps": 24,
-        "eval_interval": 8,
-        "log_interval": 1,
-    }
-    alone = small(run_name="alone", storage_path=str(tmp_path / "runs"), **settings)
-    tutorial.prepare_dataset(alone)
-    expected = tutorial.make_trainer(alone).fit()
-
-    config = small(run_name="own", storage_path=bucket, **settings)
-    assert tutorial.prepare_dataset(config)["source"]["tokenizer"] == config.tokenizer
-    accident = Accidents(config, (at_step(12), kill(1)))
-    result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
-    accident.join()
-    assert result.metrics["loss"] == expected.metrics["loss"]
-    assert_equal_runs(config, alone)
-
-    model = trainkit.generate.load_model(
-        tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
-    )
-    (text,) = trainkit.generate.generate(model, ["The value of"], max_new_tokens=8)
-    assert text.startswith("The value of")
-    exported = trainkit.huggingface.export(model, tmp_path / "exported")
-    tokenizer = trainkit.tokenizers.load(config.tokenizer)
-    assert score(model, tokenizer, exported, tmp_path) == pytest.approx(3 / 5)
 
 
 def test_bucket_that_does_not_exist(bucket, small):

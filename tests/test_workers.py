@@ -1,13 +1,15 @@
-"""Which devices a worker gets: GPUs that Ray assigned, simulated here, and several each."""
+"""Which devices a worker gets, with which libraries; and what is refused at once."""
 
 import dataclasses
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 import ray.train
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
     """Before the first of them asks JAX for a device, which is when CUDA decides.
 
-    The GPUs are CPUs that JAX takes for CUDA's; each worker notes which ones it would see.
+    The GPUs are CPUs that JAX takes for CUDA's; each worker notes which ones it would see,
+    and where its libraries are: its node's own plugins for the network among them.
     """
 
     def loop(settings):
@@ -31,7 +34,8 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
         note = config.run_path / f"gpus-{ray.train.get_context().get_world_rank()}"
 
         def start_cuda():
-            note.write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+            names = "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"
+            note.write_text(" ".join(os.environ[name] for name in names))
             return xla_bridge.make_cpu_client()
 
         hardware_utils.has_visible_nvidia_gpu = lambda: True
@@ -42,7 +46,26 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
     trainer = tutorial.make_trainer(config, loop)  # as many as there are GPUs
     trainer.fit()
     seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
-    assert seen == {"0", "1"}
+    libraries = f"{os.environ.get('LD_LIBRARY_PATH', '')}:/usr/local/nvidia/lib64"
+    assert seen == {f"{gpu} {libraries}" for gpu in range(2)}
+
+
+@pytest.mark.parametrize("layout", ["cublas/lib/lib{}.so.12", "cu13/lib/lib{}.so.13"])
+def test_pips_cuda_comes_before_the_nodes(tmp_path, monkeypatch, layout):
+    """What a library needs is then there already; as a stand-in, one of numpy's."""
+    paths = [
+        tmp_path / "nvidia" / layout.format(name)
+        for name in ("nvJitLink", "cublasLt", "cudnn_graph", "cudart")
+    ]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(np.random.bit_generator.__file__, path)
+    (tmp_path / "nvidia/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    trainkit.workers.load_cuda_libraries()
+    mapped = Path("/proc/self/maps").read_text()
+    assert [str(path) in mapped for path in paths] == [True, True, True, False]
 
 
 PLUGIN = """
@@ -58,9 +81,9 @@ def initialize():
 """
 DRIVER = """
 import sys
-sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
-from notebook_module import code_cells, load_notebook
 if sys.argv[2] == "as the notebook does":
+    sys.path[:0] = sys.argv[1], sys.argv[1] + "/ci"
+    from notebook_module import code_cells, load_notebook
     exec(code_cells()[0].source)
     tutorial = load_notebook()
     demo = tutorial.TrainingConfig(n_layer=1, n_embd=12, vocab_size=99, block_size=8)
@@ -89,29 +112,37 @@ def test_driver_leaves_accelerators_to_the_workers(tmp_path, how):
     assert (tmp_path / "claimed").exists() == (how == "plain JAX")
 
 
+FLAGS = {
+    "cpu": "--xla_force_host_platform_device_count=2",
+    "gpu": "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0",
+    "tpu": "",
+}
+
+
 @pytest.mark.parametrize("platform, jax_name", trainkit.workers.PLATFORMS.items())
 def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_name):
-    """JAX reads it when it is imported, so it must be there before."""
+    """JAX reads it when it is imported, so it must be there before. Your flags stay."""
     for name in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     config = small(platform=platform, devices_per_worker=2)
     found = trainkit.workers.environment(config)
     assert found["JAX_PLATFORMS"] == jax_name
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/jax-cache")
-    flags = {
-        "cpu": "--xla_force_host_platform_device_count=2",
-        "gpu": "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0",
-    }
-    assert found.get("XLA_FLAGS") == flags.get(platform)
+    assert found.get("XLA_FLAGS", "") == FLAGS[platform]
     assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")
     remote = dataclasses.replace(config, storage_path="s3://bucket/runs")
     cache = trainkit.workers.environment(remote)["JAX_COMPILATION_CACHE_DIR"]
     assert cache == str(tmp_path / "data/jax-cache")  # which all nodes share, too
+
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=there")
     found = trainkit.workers.environment(config)
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
-    alone = "--xla_gpu_shard_autotuning=false" in found.get("XLA_FLAGS", "")
-    assert alone == (platform == "gpu")
+    expected = ["--xla_dump_to=there", FLAGS[platform]]
+    if platform == "gpu":  # the last wins
+        alone = "--xla_gpu_shard_autotuning=false"
+        expected = [FLAGS[platform], alone, "--xla_dump_to=there"]
+    assert found["XLA_FLAGS"] == " ".join(expected).strip()
 
 
 def test_workers_that_do_not_see_one_another_are_refused(small, monkeypatch):
@@ -206,22 +237,16 @@ def gpus(n, kind="H100", cpus=32) -> dict:
 
 
 @pytest.mark.parametrize(
-    "each, room", [(1, 20), (2, 10), (3, 5), (4, 5), (5, 2), (8, 2), (9, 0)]
+    "changes, room",
+    [({"devices_per_worker": n}, r) for n, r in ((1, 20), (3, 5), (5, 2), (9, 0))]
+    + [({"devices_per_worker": 3, "accelerator_type": "A100"}, 1)]
+    + [({"cpus_per_worker": n}, room) for n, room in ((0.1, 20), (2.0, 10), (4.0, 5))],
 )
-def test_a_worker_never_spans_two_nodes(nodes, small, each, room):
-    """Of 8, 8, and 4 GPUs; a node that is gone has none."""
-    nodes(gpus(8), gpus(8), {"CPU": 8}, gpus(4, "A100"), "gone")
-    config = small(platform="gpu", devices_per_worker=each)
+def test_a_worker_never_spans_two_nodes(nodes, small, changes, room):
+    """Of 8, 8, and 4 GPUs, with as many CPUs; a node that is gone has none."""
+    nodes(gpus(8, cpus=8), gpus(8, cpus=8), {"CPU": 8}, gpus(4, "A100", 4), "gone")
+    config = small(platform="gpu", **changes)
     assert trainkit.workers.count_room(config) == room
-    kind = dataclasses.replace(config, accelerator_type="A100")
-    assert trainkit.workers.count_room(kind) == 4 // each
-
-
-def test_a_worker_needs_its_cpus_on_its_node(nodes, small):
-    nodes(gpus(8, cpus=1), gpus(8, cpus=3))
-    for cpus, room in ((0.1, 16), (0.5, 8), (1.0, 4), (2.0, 1)):
-        config = small(platform="gpu", cpus_per_worker=cpus)
-        assert trainkit.workers.count_room(config) == room
 
 
 def test_as_many_workers_as_share_a_batch(nodes, small, capsys):
@@ -238,9 +263,8 @@ def test_as_many_workers_as_share_a_batch(nodes, small, capsys):
     assert complete(num_workers=3, batch_size=3) == 3  # which the user has set
     assert complete(num_workers=(2, 4), batch_size=12) == (2, 4)
     assert complete(platform="cpu") == 1
-    assert (
-        complete(devices_per_worker=9, batch_size=18) == 1
-    )  # which `check_resources` refuses
+    # Which `check_resources` refuses:
+    assert complete(devices_per_worker=9, batch_size=18) == 1
     with pytest.raises(ValueError, match="20.*does not divide evenly over 20|fsdp"):
         complete(fsdp=32)
 
@@ -270,22 +294,6 @@ def test_workers_of_slices_are_whole_slices(nodes, small, capsys):
         trainkit.workers.check_resources(complete())
     assert "of type TPU-V6E" in str(error.value)
     assert "room for 3 workers" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        ({"cpus_per_worker": 2.5}, (False, False, {"CPU": 2.5})),
-        ({"platform": "gpu"}, (True, False, {"CPU": 0.5, "GPU": 1})),
-        (SLICE | {"num_workers": 8}, (False, True, {"TPU": 4})),
-    ],
-)
-def test_request_to_ray(tutorial, small, changes, expected):
-    config = small(**{"num_workers": 2} | changes)
-    found = tutorial.make_trainer(config).scaling_config
-    assert (found.use_gpu, found.use_tpu, found.resources_per_worker) == expected
-    for name in ("num_workers", "topology", "accelerator_type"):
-        assert getattr(found, name) == getattr(config, name)
 
 
 def test_missing_resources_are_refused(nodes, small):

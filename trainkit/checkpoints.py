@@ -27,7 +27,7 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,17 +50,17 @@ from trainkit.config import LAYOUT, TrainingConfig
 PAUSES = (1, 2, 4, 8, 16, 32)  # seconds before each further attempt: a minute in all
 COPYING = {"chunk_size": 2**26, "use_threads": False}  # as Ray does: apache/arrow#32372
 RECORD = "checkpoint_manager_snapshot.json"  # Ray's
+# Ray would rank a report that lacks the metric before all others.
+NOT_EVALUATED = {"val_loss": math.inf}
+# A file system and a path on it; a store is asked where its bucket is, so once only.
+open_storage = functools.lru_cache(pyarrow.fs.FileSystem.from_uri)
 # Listings of a bucket must not be kept: other processes write there, too.
 for protocol in ("s3", "s3a", "gs", "gcs"):
     fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
 
 
-class OtherModel(ValueError):
-    """A checkpoint holds other arrays than the model of this run."""
-
-
 # What another attempt can't help: memory that runs out, a worker that died.
-FINAL = (OtherModel, MemoryError, jax.errors.JaxRuntimeError)
+FINAL = (MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Checkpointer:
@@ -110,12 +110,12 @@ class Checkpointer:
             Exception: the save before this one has failed.
         """
         self.wait()
-        config, name = self.config, f"step_{step:08d}"
-        stored, recorded = in_storage(config, name), on_record()
+        config, name, recorded = self.config, f"step_{step:08d}", on_record()
+        stored = in_storage(config, name)
         written = Path(stored.path)
         if config.remote:
             written = staging(config) / str(jax.process_index()) / name
-        if jax.process_index() == 0:  # before any worker writes: `orbax.save` waits
+        if jax.process_index() == 0:
             retry(lock.confirm, config, unless=(RuntimeError,))
             if config.remote:
                 delete = stored.filesystem.delete_dir_contents
@@ -123,6 +123,7 @@ class Checkpointer:
             else:  # Ray would end the run over one that somebody has deleted
                 for other in recorded - {name}:
                     (config.run_path / other).mkdir(exist_ok=True)
+        ray.train.collective.barrier()  # the first may try for longer than Orbax waits
         settings, args = dataclasses.asdict(config), ocp.args.PyTreeSave(state)
         self.orbax.save(written, args=args, custom_metadata=settings, force=True)
         self.saving = saving = self.thread.submit(self.finish, written, stored)
@@ -142,8 +143,8 @@ class Checkpointer:
         if self.config.remote:
             there = {"destination_filesystem": stored.filesystem} | COPYING
             retry(pyarrow.fs.copy_files, str(written), stored.path, **there)
-            part = jax.process_index(), jax.process_count()
-            retry(mark(self.config, written.name, *part).write_text, "")
+            mark = f"part-{jax.process_index()}-of-{jax.process_count()}"
+            retry((self.config.run_path / written.name / mark).write_text, "")
             shutil.rmtree(written)
         return stored
 
@@ -159,8 +160,6 @@ class Checkpointer:
     def restore(self, recorded: ray.train.Checkpoint | None, target: Any) -> Any:
         """The state of the run's newest checkpoint that all workers can read.
 
-        Each reads by itself, so that one that can't doesn't leave the others waiting.
-
         Args:
             recorded: what `ray.train.get_checkpoint()` says. Whole checkpoints that are
                 newer are reported to Ray.
@@ -170,7 +169,6 @@ class Checkpointer:
             The state, or None if the run has no checkpoint.
 
         Raises:
-            OtherModel: the newest checkpoint that can be read is of another model.
             RuntimeError: there are checkpoints, and none can be read.
         """
         config, names, reasons = self.config, None, []
@@ -180,16 +178,16 @@ class Checkpointer:
         # What the first worker sees counts, in case that others don't see it yet.
         names = ray.train.collective.broadcast_from_rank_zero(names)
         for name in names:
-            place, reason = config.run_path / name, ""
+            place, state = config.run_path / name, None
             try:
                 state = retry(load, config, name, target, unless=FINAL)
             except FINAL:
                 raise
             except Exception as error:
-                state, reason = None, f"{type(error).__name__}: {error!s:.1000}"
+                reason = f"{type(error).__name__}: {error!s:.1000}"
                 reasons.append(f"{place} on {socket.gethostname()}: {reason}")
                 print(f"Cannot restore {reasons[-1]}")
-            everywhere = on_all_workers(not reason)
+            everywhere = on_all_workers(state is not None)
             shutil.rmtree(staging(config) / "fetched" / name, ignore_errors=True)
             if everywhere:
                 if jax.process_index() == 0:
@@ -205,7 +203,6 @@ class Checkpointer:
                 "or choose another run_name to start anew. "
                 + "; ".join(reasons or ["Other workers say why."])
             )
-        return None
 
 
 def on_all_workers(true: bool) -> bool:
@@ -215,32 +212,10 @@ def on_all_workers(true: bool) -> bool:
 
 
 def load(config: TrainingConfig, name: str, target: Any) -> Any:
-    """The state in a checkpoint, as `target` describes it.
-
-    Raises:
-        OtherModel: with the first few arrays whose names or shapes differ.
-    """
-    orbax, folder = create_reader(), local_copy(config, name)
-    metadata = orbax.metadata(folder).item_metadata
-    found, expected = map(array_shapes, (metadata.tree if metadata else {}, target))
-    differing = sorted({key for key, _ in found.items() ^ expected.items()})
-    if found and differing:  # nothing at all isn't another model but damage
-        shapes = (
-            f"{key}: found {found.get(key)}, expected {expected.get(key)}"
-            for key in differing[:3]
-        )
-        raise OtherModel(
-            f"{config.run_path / name} is a checkpoint of another model: "
-            f"{'; '.join(shapes)}. Choose another run_name."
-        )
-    return read(orbax, folder, target)
-
-
-def local_copy(config: TrainingConfig, name: str) -> Path:
-    """A checkpoint's folder; from an object store, a copy that a node's workers share."""
+    """The state in a checkpoint; from an object store, one of a node's workers fetches it."""
     stored = in_storage(config, name)
     if not config.remote:
-        return Path(stored.path)
+        return read(stored.path, target)
     folder = staging(config) / "fetched" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(staging(config) / "fetching.lock"):
@@ -251,38 +226,30 @@ def local_copy(config: TrainingConfig, name: str) -> Path:
             there = {"source_filesystem": stored.filesystem} | COPYING
             pyarrow.fs.copy_files(stored.path, str(new), **there)
             new.rename(folder)
-    return folder
+    try:
+        return read(folder, target)
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)  # so that it is fetched again
+        raise
 
 
-def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in leaves
-    }
+def read(folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
+    """The pytree in `folder`, with the shapes, dtypes, and shardings of `target`.
 
-
-def read(orbax, folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
-    """The pytree in `folder`, with the shapes, dtypes, and shardings of `target`."""
-    return orbax.restore(
-        folder,
-        args=ocp.args.PyTreeRestore(
-            target,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-            partial_restore=partial_restore,
-        ),
-    )
-
-
-def create_reader() -> ocp.Checkpointer:
-    """Reads pytrees of sharded arrays, without waiting for other processes."""
+    Each process reads by itself, so that one that can't doesn't leave the others waiting.
+    """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"worker-{me}"
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    each = ocp.checkpoint_utils.construct_restore_args(target)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone).restore(
+        folder,
+        args=ocp.args.PyTreeRestore(
+            target, restore_args=each, partial_restore=partial_restore
+        ),
+    )
 
 
 def create_writer(config: TrainingConfig) -> ocp.AsyncCheckpointer:
@@ -319,10 +286,9 @@ def load_params(
     """
     if checkpoint is None:
         raise ValueError("checkpoint: found None, as of a run that has saved none yet")
-    orbax = create_reader()
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
-        settings = orbax.metadata(folder).custom_metadata
+        settings = read_settings(epath.Path(folder))
         if not settings:
             raise ValueError(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
@@ -343,7 +309,7 @@ def load_params(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
             shapes_of(config),
         )
-        state = read(orbax, folder, {"params": target}, partial_restore=True)
+        state = read(folder, {"params": target}, partial_restore=True)
     return config, state["params"]
 
 
@@ -351,11 +317,9 @@ def list_saved(config: TrainingConfig) -> list[str]:
     """The names of the run's whole checkpoints, newest first."""
     names = list_folders(config)
     if config.remote:
-        marks = defaultdict(set)
-        for path in config.run_path.glob("step_*/part-*-of-*"):
-            _, part, _, parts = path.name.split("-")
-            marks[path.parent.name, int(parts)].add(int(part))
-        whole = {name for (name, n), parts in marks.items() if len(parts) == n}
+        marks = config.run_path.glob("step_*/part-*-of-*")
+        found = Counter((p.parent.name, int(p.name.split("-")[-1])) for p in marks)
+        whole = {name for (name, parts), n in found.items() if n == parts}
         # Those of a run that was copied from a folder, which has no marks
         whole |= {p.parent.name for p in config.run_path.glob("step_*/manifest.ocdbt")}
         names = [name for name in names if name in whole]
@@ -377,32 +341,15 @@ def remove_leftovers(config: TrainingConfig) -> None:
         stored.filesystem.delete_dir(stored.path)
 
 
-def prepare_folder(config: TrainingConfig) -> None:
-    """Delete, before a launch, Ray's record and what saves that were cut off have left."""
-    (config.run_path / RECORD).unlink(missing_ok=True)
-    remove_leftovers(config)
-
-
 def step_of(name: str) -> int:
     """The step of a checkpoint with that name."""
-    return int(re.search(r"\d+", name)[0])
+    return int(name.removeprefix("step_"))
 
 
 def in_storage(config: TrainingConfig, name: str) -> ray.train.Checkpoint:
     """The checkpoint of that name in the run's folder, whether it exists or not."""
     filesystem, path = open_storage(config.storage_path)
     return ray.train.Checkpoint(f"{path}/{config.run_name}/{name}", filesystem)
-
-
-@functools.lru_cache
-def open_storage(place: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """A file system, and a path on it; a store may be asked where its bucket is."""
-    return pyarrow.fs.FileSystem.from_uri(place)
-
-
-def mark(config: TrainingConfig, name: str, part: int, parts: int) -> epath.Path:
-    """The empty object that says: this worker's part of a checkpoint is there."""
-    return config.run_path / name / f"part-{part}-of-{parts}"
 
 
 def staging(config: TrainingConfig) -> Path:
@@ -425,34 +372,28 @@ def report_unrecorded(config: TrainingConfig, names: list[str]) -> None:
     """Tell Ray of whole checkpoints that it doesn't know, the oldest first.
 
     It knows none in a new launch, and not the last one if a worker dies between the end of
-    a save and its report. Their metrics are those of the run's log.
+    a save and its report.
     """
     lines = read_log(config) if names else {}
     for name in sorted(names):
         step = step_of(name)
         ray.train.report(
-            metrics_of(lines.get(step, {"step": step})),
+            NOT_EVALUATED | lines.get(step, {"step": step}),
             checkpoint=in_storage(config, name),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         )
 
 
-def metrics_of(line: dict) -> dict:
-    """What Ray is told of a checkpoint: one that isn't evaluated is no best one.
-
-    Ray would rank a report that lacks the metric before all others.
-    """
-    return {"val_loss": math.inf} | line
-
-
 def newest_settings(config: TrainingConfig) -> dict:
     """The configuration in the newest checkpoint that can be read; empty if none can."""
-    for name in list_folders(config):
-        metadata = read_json(config.run_path / name / "_CHECKPOINT_METADATA")
-        if settings := metadata.get("custom_metadata"):
-            return settings
-    return {}
+    found = (read_settings(config.run_path / name) for name in list_folders(config))
+    return next(filter(None, found), {})
+
+
+def read_settings(folder: epath.Path) -> dict:
+    """The configuration in a checkpoint, which is Orbax's custom metadata."""
+    return read_json(folder / "_CHECKPOINT_METADATA").get("custom_metadata") or {}
 
 
 def read_log(config: TrainingConfig) -> dict[int, dict]:
@@ -471,10 +412,10 @@ def read_json(path: epath.Path) -> dict:
     Raises:
         OSError: it is there, and can't be read now.
     """
+    other = FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError
     try:
-        final = FileNotFoundError, UnicodeDecodeError
-        found = json.loads(retry(path.read_text, unless=final))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        found = json.loads(retry(path.read_text, unless=other))
+    except other:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -496,9 +437,6 @@ def retry(
 
     Args:
         unless: exceptions that another attempt can't help.
-
-    Raises:
-        Exception: what the last attempt raised.
     """
     for pause in PAUSES:
         try:

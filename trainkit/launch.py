@@ -50,7 +50,7 @@ def guard(trainer, config: TrainingConfig, *programs: Callable):
             now = describe(config, programs, environment)
             compare(config, now)
             workers.release_placement_groups()
-            checkpoints.prepare_folder(config)
+            (config.run_path / checkpoints.RECORD).unlink(missing_ok=True)
             trainer.train_loop_per_worker = guarded(loop, mark, now["tokens"])
             result = fit()
             run_log.refuse_diverged(config)  # or it would look like the end

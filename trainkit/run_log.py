@@ -52,7 +52,7 @@ class RunLog:
         self.step, self.time = int(state.step), time.perf_counter()
         self.file = self.bar = self.observer = None
         if jax.process_index() == 0:
-            print(describe_start(config))
+            print(format_line(workers.describe_split(config)))
             self.file = LogFile(config, self.step)
             self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self.bar.update(self.step)
@@ -79,21 +79,18 @@ class RunLog:
         self.diverged = has_diverged(self.config, recent)
         if self.diverged:
             return None
-        tokens, now = (
-            self.config.batch_size * self.config.block_size,
-            time.perf_counter(),
-        )
-        speed = (step - self.step) * tokens / (now - self.time)
-        self.step, self.time = step, now
+        tokens = self.config.batch_size * self.config.block_size  # of a step
+        steps, seconds = step - self.step, time.perf_counter() - self.time
+        self.step, self.time = step, self.time + seconds
         line = {"step": step, "tokens": step * tokens}
         line |= {name: float(value) for name, value in recent[step].items()}
-        line["tokens_per_s"] = round(speed)
+        line["tokens_per_s"] = round(steps * tokens / seconds)
         if self.file:
             self.file.append(line, saving)
             print(format_line(line))
         if self.observer:
             self.observer.lines.put(line)
-        return checkpoints.metrics_of(line)
+        return checkpoints.NOT_EVALUATED | line
 
     def close(self) -> None:
         """Finish what is under way, and watch no longer: nothing more is logged."""
@@ -120,13 +117,11 @@ class LogFile:
 
     def append(self, line: dict, saving: bool) -> None:
         """Add a line: a step and its numbers."""
-        text = json.dumps(line) + "\n"
+        self.lines.append(json.dumps(line) + "\n")
         if not self.remote:
             with self.path.open("a") as file:
-                file.write(text)
-            return
-        self.lines.append(text)
-        if saving:
+                file.write(self.lines.pop())
+        elif saving:
             self.close()
 
     def close(self) -> None:
@@ -159,18 +154,9 @@ class Observer:
         self.thread.join(seconds)
 
 
-def describe_start(config: TrainingConfig) -> str:
-    """How a batch is divided over the devices."""
-    parts, windows = config.micro_batches, config.device_windows
-    return (
-        f"{config.batch_size * config.block_size:,} tokens a step | on each of "
-        f"{jax.device_count()} devices: {windows} windows as {parts} x {windows // parts}"
-    )
-
-
 def format_line(line: dict) -> str:
-    """A line of the log for people: step 10 | tokens 5,120 | loss 10.73 and so on."""
-    formats = {int: ",", float: ".4g"}
+    """Numbers for people: step 10 | tokens 5,120 | loss 10.73 and so on."""
+    formats = {int: ",", float: ".4g", str: ""}
     return " | ".join(f"{k} {v:{formats[type(v)]}}" for k, v in line.items())
 
 
@@ -183,15 +169,16 @@ def has_diverged(config: TrainingConfig, recent: dict[int, dict]) -> bool:
     Args:
         recent: the metrics of the steps since the last call.
     """
+    names = ("loss", "grad_norm", "val_loss")
     for step, metrics in recent.items():
-        names = ("loss", "grad_norm", "val_loss")
         values = {name: float(metrics[name]) for name in names if name in metrics}
-        if all(map(math.isfinite, values.values())):
-            continue
-        last = next(iter(checkpoints.list_saved(config)), "none yet")
-        message = f"Diverged at step {step}: {values}. Last good checkpoint: {last}."
-        (config.run_path / "diverged.txt").write_text(message)
-        return True
+        if not all(map(math.isfinite, values.values())):
+            last = next(iter(checkpoints.list_saved(config)), "none yet")
+            message = (
+                f"Diverged at step {step}: {values}. Last good checkpoint: {last}."
+            )
+            (config.run_path / "diverged.txt").write_text(message)
+            return True
     return False
 
 

@@ -157,22 +157,16 @@ def use_assigned_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
-def leave_out_cleaner() -> None:
-    """Keep Ray from ending a healthy run when another cluster starts on this machine.
+# Ray 2.60's PlacementGroupCleaner asks a dashboard every second whether a run's controller
+# lives. That may be the dashboard of another cluster, started later on this machine, which
+# doesn't know the controller, and then it takes a healthy run's resources away
+# (docs/upstream.md). So it is left out of every process that may launch a run, and
+# `release_placement_groups` does its work.
+with contextlib.suppress(ImportError):  # a Ray that is built in another way
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+    from ray.train.v2.api import data_parallel_trainer
 
-    Ray 2.60's PlacementGroupCleaner asks a dashboard every second whether the run's
-    controller lives. That dashboard may be another cluster's, which doesn't know the
-    controller, and then it takes the workers' resources away (docs/upstream.md).
-    `release_placement_groups` does its work.
-    """
-    with contextlib.suppress(ImportError):  # a Ray that is built in another way
-        from ray.train.v2._internal.execution.callback import ControllerCallback
-        from ray.train.v2.api import data_parallel_trainer
-
-        data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback
-
-
-leave_out_cleaner()  # in every process that may launch a run
+    data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback
 
 
 def release_placement_groups() -> None:
