@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -64,15 +63,18 @@ def cell(start: str) -> str:
 
 
 START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
+ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
 END = "print('ENDED WELL')\n"
 
 
-def run_script(script: str, **variables: str | None) -> subprocess.Popen:
-    """A Python of its own, from the repository's folder; None takes a variable away."""
+def run_script(
+    script: str, *runner: str, cwd: Path = ROOT, **variables: str | None
+) -> subprocess.Popen:
+    """A Python of its own, or that of a runner; None takes a variable away."""
     environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
     return subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
+        [*(runner or [sys.executable]), "-c", script],
+        cwd=cwd,
         env={k: v for k, v in environment.items() if v is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -118,22 +120,45 @@ def address(request) -> str:
     cluster.shutdown()
 
 
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
+NO_PROJECT = ["uv", "run", "--no-project", "python"]
+PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "address, begin",
+    "address, begin, runner, home",
     [
-        pytest.param("started", START, marks=pytest.mark.extra),
-        pytest.param("joined", START, marks=pytest.mark.extra),
-        ("started", "import ray; ray.init(num_cpus=2, include_dashboard=False)\n"),
+        ("started", ALONE, NO_PROJECT, "/proc/none"),
+        pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
+        pytest.param("joined", START, [], str(Path.home()), marks=pytest.mark.extra),
     ],
-    ids=["started", "joined", "without a dashboard"],
     indirect=["address"],
+    ids=["without a dashboard", "started", "joined"],
 )
-def test_another_cluster_leaves_a_run_alone(tmp_path, address, begin):
-    """Ray's cleaner would ask the other's dashboard, and end this run after 5 s."""
+def test_a_run_among_others(tmp_path, address, begin, runner, home):
+    """Another cluster, uv, proxies that don't answer, and a home that can't be written.
+
+    Ray's cleaner would ask the other cluster's dashboard, and end this run after 5 s. With uv
+    in another environment, or none, Ray would start workers without Ray. gRPC, with which JAX
+    connects workers, would ask a proxy, for five minutes. Ray keeps a token at home, and would
+    raise a FileNotFoundError.
+    """
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
+    )
+    (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")
     note = tmp_path / "starts"
     values = {"root": str(ROOT), "note": str(note), "storage": str(tmp_path / "runs")}
-    process = run_script(begin + SMALL_RUN.format(**values), RAY_ADDRESS=address)
+    variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
+    variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
+    variables |= {
+        "UV_CACHE_DIR": f"{tmp_path}/uv",
+        "HOME": home,
+        "RAY_ADDRESS": address,
+    }
+    script = begin + SMALL_RUN.format(**values)
+    process = run_script(script, *runner, cwd=tmp_path, **variables)
     until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
     options = {"include_dashboard": True, "dashboard_port": free_port()}
     other = Cluster(initialize_head=True, head_node_args=options)
@@ -179,45 +204,6 @@ def test_what_a_dead_controller_leaves_is_freed(cluster, tmp_path):
     ray.util.remove_placement_group(yours)
 
 
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
-
-
-@pytest.mark.slow
-def test_proxies_do_not_keep_workers_from_one_another(tmp_path):
-    """gRPC, with which JAX connects them, would ask the proxy, for five minutes."""
-    values = {"root": str(ROOT), "note": f"{tmp_path}/starts", "storage": str(tmp_path)}
-    Path(f"{tmp_path}/starts.over").touch()
-    dead = f"http://127.0.0.1:{free_port()}"
-    variables = {name: dead for name in PROXIES} | {"RAY_ADDRESS": "local"}
-    script = START + SMALL_RUN.format(**values)
-    assert "ENDED WELL" in finish(run_script(script, **variables))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["uv", "run", "--no-project", "python"],
-        pytest.param(["uv", "run", "python"], marks=pytest.mark.extra),
-    ],
-)
-def test_under_uv_workers_have_the_packages(tmp_path, command):
-    """With uv in another environment, or none, Ray would start workers without Ray."""
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
-    )
-    shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
-    (tmp_path / "script.py").write_text(START + END)
-    environment = os.environ | {"UV_PROJECT_ENVIRONMENT": sys.prefix}
-    environment |= {"VIRTUAL_ENV": sys.prefix, "RAY_ADDRESS": "local"}
-    options = ["--no-sync", "--offline"] if "--no-project" not in command else []
-    command = [*command[:2], *options, *command[2:], "script.py"]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert "ENDED WELL" in result.stdout, result.stdout + result.stderr
-
-
 @pytest.mark.extra
 def test_a_cluster_that_starts_no_process_is_named(tmp_path):
     """Here, since its Python isn't found; Ray would wait forever."""
@@ -228,16 +214,6 @@ trainkit.check_cluster(8)
 """
     said = finish(run_script(script, RAY_ADDRESS="local"))
     assert "RuntimeError: Ray has started no process within 8 s." in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "home", ["/proc/none", pytest.param("", marks=pytest.mark.extra)]
-)
-def test_a_home_that_cannot_be_written(home):
-    """Ray keeps a token there, and would raise a FileNotFoundError."""
-    said = finish(run_script(START + END, HOME=home))
-    assert "ENDED WELL" in said, said
 
 
 @pytest.mark.slow
@@ -265,13 +241,8 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
 
 
 def test_a_notebook_without_its_folder(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", cell("set_up_driver()")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert "Open this notebook in its clone, beside trainkit/." in result.stderr
+    said = finish(run_script(cell("set_up_driver()"), cwd=tmp_path))
+    assert "Open this notebook in its clone, beside trainkit/." in said
 
 
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
@@ -298,7 +269,7 @@ import numpy as np
 from notebook_module import load_notebook
 from trainkit.generate import generate_tokens
 tutorial = load_notebook()
-config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=2, n_head=2,
+config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2,
     n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
     warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
 windows = np.zeros((4, 17), np.uint16)
