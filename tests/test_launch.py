@@ -227,8 +227,8 @@ class Launch:
             fit=self.fit,
             run_config=SimpleNamespace(worker_runtime_env={}),
         )
-        functions = functions_of(source)
-        trainkit.launch.guard(trainer, config or self.config, *functions).fit()
+        config = config or self.config
+        trainkit.launch.guard(trainer, config, *functions_of(source)).fit()
 
     def fit(self):
         assert trainkit.lock.read_mark(self.config)
@@ -236,9 +236,6 @@ class Launch:
 
     def begin(self, step: int = 2) -> None:
         (self.config.run_path / f"step_{step:08d}").mkdir(parents=True)
-
-    def record(self) -> dict:
-        return json.loads((self.config.run_path / "identity.json").read_text())
 
 
 @pytest.fixture
@@ -268,7 +265,8 @@ def test_another_program_is_refused(launch, capsys):
     launch("0.1 * g", "0.2 * g", config=accepting)
     assert "continues, though its program was another" in capsys.readouterr().out
     launch("0.1 * g", "0.2 * g")  # which is the run's now
-    assert launch.record()["accepted"] == ["step_00000002"]
+    note = json.loads((launch.config.run_path / "identity.json").read_text())
+    assert note["accepted"] == ["step_00000002"]
     with pytest.raises(ValueError, match="another program"):
         launch()
 
@@ -314,23 +312,21 @@ def test_other_tokens_are_refused(launch, write_bins):
     launch()  # `token_files.check` says what is missing
 
 
-@pytest.mark.parametrize("step", [0, 32, 19])
-def test_other_windows_are_refused(launch, small, monkeypatch, step):
+def test_other_windows_are_refused(launch, small, monkeypatch):
     """Of the first step, of one in the second epoch, and of the last."""
     launch(config=small(max_steps=50))  # a longer run is the same run
     launch()
-    name = "windows_of"
-    numbers = getattr(trainkit.token_files, name)
+    numbers = trainkit.token_files.windows_of
+    for other in (0, 32, 19):
 
-    def others(config, split, steps):
-        return numbers(config, split, steps)[:, :: 1 - 2 * (step in steps)]
+        def others(config, split, steps, other=other):
+            return numbers(config, split, steps)[:, :: -1 if other in steps else 1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainkit.token_files, name, others)
-        with pytest.raises(
-            ValueError, match=f"another program:\nstep {step} was .* \\.\\.\\. "
-        ):
+        monkeypatch.setattr(trainkit.token_files, "windows_of", others)
+        words = rf"another program:\nstep {other} was .* \.\.\. "
+        with pytest.raises(ValueError, match=words):
             launch()
+    monkeypatch.setattr(trainkit.token_files, "windows_of", numbers)
     launch()
 
 
@@ -369,12 +365,11 @@ def test_the_program_as_configured_is_said(small, here, capsys):
     assert "though the program as configured was" in said and "eval_step" not in said
 
 
-@pytest.mark.parametrize("max_steps, done", [(2, True), (3, False)])
-def test_a_finished_run_says_so(launch, small, capsys, max_steps, done):
-    launch(config=small(max_steps=max_steps))
-    assert (
-        "max_steps: step_00000002 is there already" in capsys.readouterr().out
-    ) == done
+def test_a_finished_run_says_so(launch, small, capsys):
+    for max_steps in (2, 3):
+        launch(config=small(max_steps=max_steps))
+        is_said = "step_00000002 is there already" in capsys.readouterr().out
+        assert is_said == (max_steps == 2)
 
 
 def test_a_run_that_diverges_ends_its_launch_with_an_error(launch):
@@ -404,16 +399,14 @@ def test_a_launch_deletes_rays_record(launch):
 def test_a_refused_launch_leaves_the_run_alone(launch):
     """The one that trains has its mark, its record, and its note as before."""
 
-    def files() -> dict:
-        return {
-            path.name: path.stat().mtime for path in launch.config.run_path.iterdir()
-        }
+    def times() -> dict:
+        return {p: p.stat().mtime for p in launch.config.run_path.iterdir()}
 
     with trainkit.lock.hold(launch.config):
-        before = files()
+        before = times()
         with pytest.raises(RuntimeError, match="another launch trains"):
             launch()
-        assert files() == before
+        assert times() == before
 
 
 # The workers
