@@ -108,24 +108,19 @@ def test_package_reaches_workers_that_do_not_see_its_folder(tmp_path):
         assert not path.is_relative_to(tmp_path) and not path.is_relative_to(ROOT)
 
 
-def test_python_in_a_path_with_a_space_is_refused(tmp_path):
-    """Ray would start no worker, and wait for it forever."""
-    python = tmp_path / "my folder/python"
-    python.parent.mkdir()
-    python.symlink_to(sys.executable)
-    command = [python, "-c", "import trainkit.config"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode and f"holds a space, found '{python}'" in result.stderr
-
-
-@pytest.mark.parametrize("script", ["smoke.sh", "test.sh"])
-def test_clone_in_a_path_with_a_space_is_refused(tmp_path, script):
-    """At once, before anything is installed."""
+def test_paths_with_a_space_are_refused(tmp_path):
+    """Of Python, for which Ray would wait forever, and of the clone, before an install."""
     clone = tmp_path / "my folder"
     shutil.copytree(ROOT / "ci", clone / "ci")
-    command = ["bash", clone / "ci" / script]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1 and "Move this folder" in result.stderr
+    python = clone / "python"
+    python.symlink_to(sys.executable)
+    for command, words in (
+        ([python, "-c", "import trainkit.config"], f"holds a space, found '{python}'"),
+        (["bash", clone / "ci/smoke.sh"], "Move this folder"),
+        (["bash", clone / "ci/test.sh"], "Move this folder"),
+    ):
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 1 and words in result.stderr
     assert not (clone / ".venv").exists()
 
 
