@@ -118,6 +118,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"batch_size": 10, "num_workers": 4}, "batch_size (10): |8 or 12 would do"),
     ({"fsdp": 3}, "fsdp (3): expected a divisor of n_embd (128)"),
     ({"fsdp": 4}, "fsdp (4): expected to divide 2 devices with tensor_parallel (1)"),
+    ({"tensor_parallel": 4}, "fsdp (1): |2 devices with tensor_parallel (4)"),
     ({"fsdp": 2, "num_workers": 3, "batch_size": 6}, "fsdp (2): |3 devices"),
     (THIRDS, "tensor_parallel (3): expected a divisor of padded_vocab_size (2048)"),
     ({"tensor_parallel": 8}, "tensor_parallel (8): expected a divisor of n_head (4)"),
@@ -137,6 +138,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     (V6E | {"topology": "1x1", "devices_per_worker": 8}, "(8): |the 1 chips"),
     (V6E | {"topology": "3x3"}, "topology (3x3): expected one of TPU-V6E|, 4x4,"),
     (V6E | {"topology": None, "num_workers": 2}, "num_workers (2): expected 1, or"),
+    (V6E | {"batch_size": 30}, "batch_size (30): |16 devices; 16 or 32 would do"),
     (V6E | {"num_workers": 8, "fsdp": 32}, "fsdp (32): expected to divide 16 devices"),
 ]
 
@@ -310,6 +312,18 @@ def test_places_mean_the_same_to_workers(tmp_path, monkeypatch, key, value, expe
     expected = expected.replace("HERE", str(tmp_path))
     for config in (load_config("mine.yaml"), TrainingConfig(**{key: value})):
         assert getattr(config, key) == expected
+
+
+def test_a_folder_that_is_here_comes_before_a_name_on_the_hub(tmp_path, monkeypatch):
+    """But not before our own words."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "gpt2", "scratch"):
+        Path(name).mkdir()
+    for given, expected in (("mine", f"{tmp_path}/mine"), ("a/b", "a/b")):
+        config = TrainingConfig(tokenizer=given, init_from=given)
+        assert config.tokenizer == config.init_from == expected
+    config = TrainingConfig(tokenizer="gpt2", init_from="scratch")
+    assert (config.tokenizer, config.init_from) == ("gpt2", "scratch")
 
 
 def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch):
