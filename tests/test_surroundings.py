@@ -166,7 +166,7 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
 
 
 @pytest.mark.slow
-def test_what_a_dead_controller_leaves_is_freed(cluster, tmp_path):
+def test_what_a_dead_controller_leaves_is_freed(tmp_path):
     """Ray's cleaner would do it, where it finds the cluster's dashboard."""
 
     def loop():
