@@ -1,5 +1,6 @@
 """Tokens and tokenizers to try things with, and a few steps of training in this process."""
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,18 @@ def loss_of(tutorial, model, windows, config=None) -> float:
     """The loss of a model, without dropout."""
     params, config = nnx.state(model, nnx.Param), config or model.config
     return float(tutorial.loss_fn(params, windows, None, config))
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """What a program imports, as dotted names."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:

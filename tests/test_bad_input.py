@@ -18,60 +18,46 @@ import trainkit.token_files
 # Token files.
 
 
-def manifest_of(config, text: str) -> dict | None:
-    (Path(config.data_dir) / "manifest.json").write_text(text)
-    return trainkit.token_files.read_manifest(Path(config.data_dir))
+@pytest.fixture
+def manifest_of(small, write_bins):
+    """A function that reads the manifest of token files of which this is the text."""
+    config = write_bins(small(), train_tokens=2_000, val_tokens=400)
+
+    def read(text: str):
+        (Path(config.data_dir) / "manifest.json").write_text(text)
+        return trainkit.token_files.read_manifest(Path(config.data_dir))
+
+    return read
 
 
 @pytest.mark.parametrize("text", ["", '{"source": ', "[]", '{"tokens": {}}'])
-def test_manifest_that_is_damaged(small, write_bins, text):
-    config = write_bins(small())
+def test_manifest_that_is_damaged(manifest_of, text):
     with pytest.raises(
         ValueError, match=r"manifest\.json or what it describes is damaged .* Delete"
     ):
-        manifest_of(config, text)
+        manifest_of(text)
 
 
-def test_token_file_that_is_cut_off(small, write_bins):
-    config = write_bins(small(), train_tokens=2_000, val_tokens=400)
+def test_token_file_that_is_cut_off(manifest_of, small):
     tokens = {"train": 2_000, "val": 400}
     text = json.dumps({"source": {"dataset": "builtin"}, "tokens": tokens})
-    assert manifest_of(config, text)["tokens"] == tokens
-    trainkit.token_files.path_of(config, "val").write_bytes(b"12")
+    assert manifest_of(text)["tokens"] == tokens
+    trainkit.token_files.path_of(small(), "val").write_bytes(b"12")
     with pytest.raises(ValueError, match=r"val\.bin has 2 bytes, not 800"):
-        manifest_of(config, text)
+        manifest_of(text)
 
 
 # Weights.
 
 
-@pytest.fixture
-def weights_in(small, tmp_path):
-    """A function that loads the file with these bytes, as of a published model."""
-
-    def load(data: bytes | None):
-        config = small(init_from=str(tmp_path))
-        if data is not None:
-            (tmp_path / "model.safetensors").write_bytes(data)
-        return trainkit.huggingface.load_weights(config, {})
-
-    return load
-
-
-def test_weights_that_are_cut_off(weights_in, tmp_path):
-    path = tmp_path / "whole.safetensors"
-    save_file({"wte.weight": np.ones((9, 9))}, path)
-    data = path.read_bytes()
-    path.unlink()
-    with pytest.raises(
-        ValueError, match=r"init_from: .*model\.safetensors can't be read"
-    ):
-        weights_in(data[:-50])
-
-
-def test_folder_without_weights(weights_in):
+def test_weights_that_are_missing_or_cut_off(small, tmp_path):
+    config, path = small(init_from=str(tmp_path)), tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match="init_from: expected .* found neither"):
-        weights_in(None)
+        trainkit.huggingface.load_weights(config, {})
+    save_file({"wte.weight": np.ones((9, 9))}, path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=f"init_from: {path} can't be read"):
+        trainkit.huggingface.load_weights(config, {})
 
 
 @pytest.mark.parametrize("text", [None, "{", "3"])
@@ -90,26 +76,21 @@ def test_name_that_the_hub_would_not_take():
 # Text from a model.
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"temperature": -1}, "temperature (-1)"),
-        ({"temperature": float("nan")}, "temperature (nan)"),
-        ({"top_k": 0}, "top_k (0)"),
-        ({"top_k": 1.5}, "top_k (1.5)"),
-        ({"prompts": []}, "prompts: expected at least one"),
-        ({"max_new_tokens": 0}, "max_new_tokens (0)"),
-    ],
-    ids=lambda x: str(x),
-)
-def test_options_of_generate(tutorial, small, options, words):
-    model = tutorial.create_model(small())
-    with pytest.raises(ValueError, match=re.escape(words)):
-        trainkit.generate.generate_tokens(model, **({"prompts": [[1]]} | options))
+OPTIONS = [
+    ({"temperature": -1}, "temperature (-1)"),
+    ({"temperature": float("nan")}, "temperature (nan)"),
+    ({"top_k": 0}, "top_k (0)"),
+    ({"top_k": 1.5}, "top_k (1.5)"),
+    ({"prompts": []}, "prompts: expected at least one"),
+    ({"max_new_tokens": 0}, "max_new_tokens (0)"),
+]
 
 
-def test_one_prompt_that_is_no_list(tutorial, small):
+def test_options_of_generate(tutorial, small):
     model = tutorial.create_model(small())
+    for options, words in OPTIONS:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            trainkit.generate.generate_tokens(model, **({"prompts": [[1]]} | options))
     with pytest.raises(ValueError, match="prompts: expected a list .* found 'A class'"):
         trainkit.generate.generate(model, "A class")
 

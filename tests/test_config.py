@@ -27,13 +27,14 @@ NANOGPT = {  # config/train_gpt2.py and train.py of nanoGPT; 5 x 8 x 12 windows 
 }
 OURS = {  # nothing is divided, skipped, or taken by surprise; the rest as the guide says
     **{"devices_per_worker": 1, "fsdp": 1, "tensor_parallel": 1, "loss_chunks": 1},
-    **{"cpus_per_worker": 1.0, "scan_layers": False, "autoscaling": False},
-    **{"accept_changed_program": False, "max_documents": None, "num_workers": None},
+    **dict.fromkeys(("scan_layers", "autoscaling", "accept_changed_program"), False),
+    **{"cpus_per_worker": 1.0, "max_documents": None, "num_workers": None},
     **{"device_batch_size": 32, "stall_timeout_s": 1_800.0, "max_failures": 3},
     **{"log_interval": 100},
 }
 GPU = {"platform": "gpu", "attention": "cudnn", "compute_dtype": "bfloat16"}
 TPU = {"platform": "tpu", "attention": "splash", "num_workers": 1}
+THIRDS = {"tensor_parallel": 3, "n_head": 3, "n_embd": 126}
 V6E = {
     **{"platform": "tpu", "accelerator_type": "TPU-V6E", "topology": "4x4"},
     **{"devices_per_worker": 4, "num_workers": None, "batch_size": 32, "n_head": 4},
@@ -42,8 +43,7 @@ V6E = {
 
 def test_defaults_are_nanogpts():
     defaults = dataclasses.asdict(TrainingConfig())
-    expected = NANOGPT | OURS
-    assert {key: defaults[key] for key in expected} == expected
+    assert defaults | NANOGPT | OURS == defaults
     assert defaults["eval_steps"] * defaults["batch_size"] < 4_434_897 // 1_024
 
 
@@ -118,11 +118,9 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"batch_size": 10, "num_workers": 4}, "batch_size (10): |8 or 12 would do"),
     ({"fsdp": 3}, "fsdp (3): expected a divisor of n_embd (128)"),
     ({"fsdp": 4}, "fsdp (4): expected to divide 2 devices with tensor_parallel (1)"),
+    ({"tensor_parallel": 4}, "fsdp (1): |2 devices with tensor_parallel (4)"),
     ({"fsdp": 2, "num_workers": 3, "batch_size": 6}, "fsdp (2): |3 devices"),
-    (
-        {"tensor_parallel": 5, "n_head": 5, "n_embd": 125},
-        "tensor_parallel (5): expected a divisor of padded_vocab_size (2048)",
-    ),
+    (THIRDS, "tensor_parallel (3): expected a divisor of padded_vocab_size (2048)"),
     ({"tensor_parallel": 8}, "tensor_parallel (8): expected a divisor of n_head (4)"),
     # Elastic ranges, of which Ray may start any number.
     ({"num_workers": [4, 2]}, "num_workers ((4, 2)): |[2, 4]"),
@@ -137,12 +135,10 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     (V6E | {"num_workers": 3}, "num_workers (3): expected a multiple of 4|4x4"),
     (V6E | {"num_workers": [4, 6]}, "num_workers ((4, 6)): expected a multiple of 4"),
     (V6E | {"topology": "2x4", "devices_per_worker": 3}, "(3): expected a divisor of"),
-    (
-        V6E | {"topology": "2x2", "devices_per_worker": 8},
-        "(8): |the 4 chips of a slice",
-    ),
+    (V6E | {"topology": "1x1", "devices_per_worker": 8}, "(8): |the 1 chips"),
     (V6E | {"topology": "3x3"}, "topology (3x3): expected one of TPU-V6E|, 4x4,"),
     (V6E | {"topology": None, "num_workers": 2}, "num_workers (2): expected 1, or"),
+    (V6E | {"batch_size": 30}, "batch_size (30): |16 devices; 16 or 32 would do"),
     (V6E | {"num_workers": 8, "fsdp": 32}, "fsdp (32): expected to divide 16 devices"),
 ]
 
@@ -202,33 +198,28 @@ def test_most_workers_that_share_a_batch(small):
     assert [most(slices, n) for n in (3, 4, 11, 12)] == [None, 4, 4, 12]
 
 
-@pytest.mark.parametrize(
-    "vocab_size, rows, dtype",
-    [
-        (1, 128, "uint16"),
-        (129, 256, "uint16"),
-        (50_257, 50_304, "uint16"),  # as in nanoGPT's model
-        (65_536, 65_536, "uint16"),
-        (65_537, 65_664, "uint32"),
-    ],
-)
+VOCABULARIES = [  # its size; rows of the table, and a token's type
+    (1, 128, "uint16"),
+    (129, 256, "uint16"),
+    (50_257, 50_304, "uint16"),  # as in nanoGPT's model
+    (65_536, 65_536, "uint16"),
+    (65_537, 65_664, "uint32"),
+]
+
+
+@pytest.mark.parametrize("vocab_size, rows, dtype", VOCABULARIES)
 def test_tokens_and_rows_of_a_vocabulary(vocab_size, rows, dtype):
     shape = trainkit.config.ShapeConfig(vocab_size=vocab_size)
     assert (shape.padded_vocab_size, shape.token_dtype) == (rows, dtype)
 
 
-@pytest.mark.parametrize(
-    "windows, most, parts",
-    [(1, 32, 1), (32, 32, 1), (33, 32, 3), (37, 32, 37), (60, 32, 2), (64, 31, 4)],
-)
-def test_parts_are_as_few_as_divide_evenly(windows, most, parts):
-    config = TrainingConfig(num_workers=1, batch_size=windows, device_batch_size=most)
-    assert config.micro_batches == parts
-
-
 DIVISIONS = [  # file, what differs, devices, micro-batches, windows in each
     ("gpt2-124m", {"num_workers": 1}, 1, 15, 32),
     ("gpt2-124m", {"num_workers": 8}, 8, 2, 30),
+    ("gpt2-124m", {"num_workers": 1, "batch_size": 1}, 1, 1, 1),
+    ("gpt2-124m", {"num_workers": 1, "batch_size": 32}, 1, 1, 32),
+    ("gpt2-124m", {"num_workers": 1, "batch_size": 33}, 1, 3, 11),  # few, and even
+    ("gpt2-124m", {"num_workers": 1, "batch_size": 37}, 1, 37, 1),
     ("gpt2-124m", {"num_workers": 4, "devices_per_worker": 8}, 32, 1, 15),
     ("gpt2-124m-tpu-v6e", {}, 16, 2, 16),
     ("gpt2-124m-tpu-v6e", {"topology": "8x8"}, 64, 1, 8),
@@ -250,14 +241,10 @@ def test_batch_follows_the_devices(name, changes, devices, parts, windows):
 def test_every_attribute_is_a_field():
     """One without an annotation could be neither set nor checked."""
     fields = {field.name for field in dataclasses.fields(TrainingConfig)}
-    parts = [part for part in TrainingConfig.__mro__ if part is not object]
-    attributes = {name: value for part in parts for name, value in vars(part).items()}
-    others = {
-        name
-        for name, value in attributes.items()
-        if not (name[0] == "_" or callable(value) or isinstance(value, property))
-    }
-    assert len(parts) == 5 and others <= fields
+    for part in TrainingConfig.__mro__[:-1]:
+        for name, value in vars(part).items():
+            tool = name[0] == "_" or callable(value) or isinstance(value, property)
+            assert tool or name in fields
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainingConfig().run_name = "other"
 
@@ -271,39 +258,26 @@ def test_file_loads(path):
 
 
 def test_stories_are_the_same_on_gpus_and_tpus():
-    both = [
-        load_config(ROOT / f"configs/stories{end}.yaml") for end in ("", "-tpu-v6e")
-    ]
-    fields = dataclasses.fields(trainkit.config.RecipeConfig)
-    one, other = ({f.name: getattr(c, f.name) for f in fields} for c in both)
-    assert one == other and {c.max_steps for c in both} == {one["decay_steps"]}
+    paths = [ROOT / f"configs/stories{end}.yaml" for end in ("", "-tpu-v6e")]
+    one, other = (dataclasses.asdict(load_config(path)) for path in paths)
+    recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
+    assert all(one[key] == other[key] for key in (*recipe, "max_steps"))
 
 
-NAMES = [  # a file, what it says, and its run: the same recipe, the same folder
-    ("gpt2-124m", "loss_chunks: 2", "gpt2-124m-ad161b", "Skylion007-openwebtext"),
-    (
-        "a",
-        "max_steps: 7\nfsdp: 2\nscan_layers: true",
-        "a-ad161b",
-        "Skylion007-openwebtext",
-    ),
-    ("a", "learning_rate: 2.0e-3", "a-725551", "Skylion007-openwebtext"),
-    (
-        "bücher",
-        "max_documents: 9\ntext_column: t\ndataset: x/y",
-        "bucher-9403c8",
-        "x-y-9-t",
-    ),
-    (
-        "Éa [1]",
-        "tokenizer: builtin\ndataset: builtin",
-        "Ea-1-944b3b",
-        "builtin-builtin",
-    ),
-    ("书", "", "run-ad161b", "Skylion007-openwebtext"),
-    ("a*b?c", "", "a-b-c-ad161b", "Skylion007-openwebtext"),
-    ("..x", "", "x-ad161b", "Skylion007-openwebtext"),
-    ("v1.5_b", "run_name: mine", "mine", "Skylion007-openwebtext"),
+WEB = "Skylion007-openwebtext"
+PART = "dataset: x/y\ntext_column: t\nmax_documents: 9"
+BUILTIN = "tokenizer: builtin\ndataset: builtin"
+NAMES = [  # a file, what it says, its run, and its data: the same recipe, the same folders
+    ("gpt2-124m", "loss_chunks: 2", "gpt2-124m-ad161b", WEB),
+    ("a", "max_steps: 7\nfsdp: 2\nscan_layers: true", "a-ad161b", WEB),
+    ("a", "learning_rate: 2.0e-3", "a-725551", WEB),
+    ("bücher", PART, "bucher-9403c8", "x-y-9-t"),
+    ("Éa [1]", BUILTIN, "Ea-1-944b3b", "builtin-builtin"),
+    ("a", "dataset: x/y\ndataset_config: de.1", "a-24b7b9", "x-y-de.1"),
+    ("书", "", "run-ad161b", WEB),
+    ("a*b?c", "", "a-b-c-ad161b", WEB),
+    ("..x", "", "x-ad161b", WEB),
+    ("v1.5_b", "run_name: mine", "mine", WEB),
 ]
 
 
@@ -338,6 +312,18 @@ def test_places_mean_the_same_to_workers(tmp_path, monkeypatch, key, value, expe
     expected = expected.replace("HERE", str(tmp_path))
     for config in (load_config("mine.yaml"), TrainingConfig(**{key: value})):
         assert getattr(config, key) == expected
+
+
+def test_a_folder_that_is_here_comes_before_a_name_on_the_hub(tmp_path, monkeypatch):
+    """But not before our own words."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "gpt2", "scratch"):
+        Path(name).mkdir()
+    for given, expected in (("mine", f"{tmp_path}/mine"), ("a/b", "a/b")):
+        config = TrainingConfig(tokenizer=given, init_from=given)
+        assert config.tokenizer == config.init_from == expected
+    config = TrainingConfig(tokenizer="gpt2", init_from="scratch")
+    assert (config.tokenizer, config.init_from) == ("gpt2", "scratch")
 
 
 def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch):

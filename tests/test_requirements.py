@@ -14,6 +14,7 @@ from notebook_module import code_cells
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
+from samples import imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
@@ -55,22 +56,12 @@ def test_files_agree(python):
     assert not cpu.keys() & pins(TESTS, python).keys()
 
 
-def imports_of(source: str) -> set[str]:
-    """The packages that a program imports."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module.split(".")[0])
-    return found
-
-
 def test_every_package_is_used_and_every_import_pinned():
     """By the notebook and by the modules beside it."""
     sources = [cell.source for cell in code_cells()]
     sources += [path.read_text() for path in (ROOT / "trainkit").glob("*.py")]
-    imported = set().union(*map(imports_of, sources)) - {"trainkit"}
+    names = set().union(*(imports_of(ast.parse(source)) for source in sources))
+    imported = {name.split(".")[0] for name in names} - {"trainkit"}
     pinned = {IMPORT_NAMES.get(name, name) for name in pins(FILES[0], "3.12")}
     pinned -= {"ipywidgets", "matplotlib"}  # tqdm and pandas draw with them
     assert imported - set(sys.stdlib_module_names) == pinned

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,28 +27,28 @@ import trainkit.workers
 ROOT = Path(__file__).resolve().parent.parent
 
 SMALL_RUN = """
-import sys, time
-sys.path[:0] = {root!r}, {root!r} + "/ci"
-import os
+import os, time
 import jax, ray, ray.train, trainkit.workers
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+note = os.environ["NOTE"]
+
 def loop(settings):
     rank = ray.train.get_context().get_world_rank()
-    with open({note!r}, "a") as file:
+    with open(note, "a") as file:
         print("start", rank, file=file)
     assert jax.device_count() == 2
-    while not os.path.exists({note!r} + ".over"):
+    while not os.path.exists(note + ".over"):
         time.sleep(0.1)
 
-environment = {{"env_vars": {{"JAX_PLATFORMS": "cpu"}}}}
 JaxTrainer(
     loop,
     scaling_config=ray.train.ScalingConfig(
-        num_workers=2, resources_per_worker={{"CPU": 0.5}}
+        num_workers=2, resources_per_worker={"CPU": 0.5}
     ),
     run_config=ray.train.RunConfig(
-        storage_path={storage!r}, name="run", worker_runtime_env=environment
+        storage_path=os.path.dirname(note), name="run",
+        worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
     ),
     jax_config=JaxConfig(use_gpu=True),
 ).fit()
@@ -64,15 +63,18 @@ def cell(start: str) -> str:
 
 
 START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
+ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
 END = "print('ENDED WELL')\n"
 
 
-def run_script(script: str, **variables: str | None) -> subprocess.Popen:
-    """A Python of its own, from the repository's folder; None takes a variable away."""
+def run_script(
+    script: str, *runner: str, cwd: Path = ROOT, **variables: str | None
+) -> subprocess.Popen:
+    """A Python of its own, or that of a runner; None takes a variable away."""
     environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
     return subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
+        [*(runner or [sys.executable]), "-c", script],
+        cwd=cwd,
         env={k: v for k, v in environment.items() if v is not None},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -118,22 +120,40 @@ def address(request) -> str:
     cluster.shutdown()
 
 
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
+NO_PROJECT = ["uv", "run", "--no-project", "python"]
+PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "address, begin",
+    "address, begin, runner, home",
     [
-        pytest.param("started", START, marks=pytest.mark.extra),
-        pytest.param("joined", START, marks=pytest.mark.extra),
-        ("started", "import ray; ray.init(num_cpus=2, include_dashboard=False)\n"),
+        ("started", ALONE, NO_PROJECT, "/proc/none"),
+        pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
+        pytest.param("joined", START, [], str(Path.home()), marks=pytest.mark.extra),
     ],
-    ids=["started", "joined", "without a dashboard"],
     indirect=["address"],
+    ids=["without a dashboard", "started", "joined"],
 )
-def test_another_cluster_leaves_a_run_alone(tmp_path, address, begin):
-    """Ray's cleaner would ask the other's dashboard, and end this run after 5 s."""
+def test_a_run_among_others(tmp_path, address, begin, runner, home):
+    """Another cluster, uv, proxies that don't answer, and a home that can't be written.
+
+    Ray's cleaner would ask the other cluster's dashboard, and end this run after 5 s. With uv
+    in another environment, or none, Ray would start workers without Ray. gRPC, with which JAX
+    connects workers, would ask a proxy, for five minutes. Ray keeps a token at home, and would
+    raise a FileNotFoundError.
+    """
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
+    )
+    (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")
     note = tmp_path / "starts"
-    values = {"root": str(ROOT), "note": str(note), "storage": str(tmp_path / "runs")}
-    process = run_script(begin + SMALL_RUN.format(**values), RAY_ADDRESS=address)
+    variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
+    variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
+    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
+    variables |= {"RAY_ADDRESS": address}
+    process = run_script(begin + SMALL_RUN, *runner, cwd=tmp_path, **variables)
     until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
     options = {"include_dashboard": True, "dashboard_port": free_port()}
     other = Cluster(initialize_head=True, head_node_args=options)
@@ -146,7 +166,7 @@ def test_another_cluster_leaves_a_run_alone(tmp_path, address, begin):
 
 
 @pytest.mark.slow
-def test_what_a_dead_controller_leaves_is_freed(cluster, tmp_path):
+def test_what_a_dead_controller_leaves_is_freed(tmp_path):
     """Ray's cleaner would do it, where it finds the cluster's dashboard."""
 
     def loop():
@@ -179,45 +199,6 @@ def test_what_a_dead_controller_leaves_is_freed(cluster, tmp_path):
     ray.util.remove_placement_group(yours)
 
 
-PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
-
-
-@pytest.mark.slow
-def test_proxies_do_not_keep_workers_from_one_another(tmp_path):
-    """gRPC, with which JAX connects them, would ask the proxy, for five minutes."""
-    values = {"root": str(ROOT), "note": f"{tmp_path}/starts", "storage": str(tmp_path)}
-    Path(f"{tmp_path}/starts.over").touch()
-    dead = f"http://127.0.0.1:{free_port()}"
-    variables = {name: dead for name in PROXIES} | {"RAY_ADDRESS": "local"}
-    script = START + SMALL_RUN.format(**values)
-    assert "ENDED WELL" in finish(run_script(script, **variables))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["uv", "run", "--no-project", "python"],
-        pytest.param(["uv", "run", "python"], marks=pytest.mark.extra),
-    ],
-)
-def test_under_uv_workers_have_the_packages(tmp_path, command):
-    """With uv in another environment, or none, Ray would start workers without Ray."""
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
-    )
-    shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
-    (tmp_path / "script.py").write_text(START + END)
-    environment = os.environ | {"UV_PROJECT_ENVIRONMENT": sys.prefix}
-    environment |= {"VIRTUAL_ENV": sys.prefix, "RAY_ADDRESS": "local"}
-    options = ["--no-sync", "--offline"] if "--no-project" not in command else []
-    command = [*command[:2], *options, *command[2:], "script.py"]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert "ENDED WELL" in result.stdout, result.stdout + result.stderr
-
-
 @pytest.mark.extra
 def test_a_cluster_that_starts_no_process_is_named(tmp_path):
     """Here, since its Python isn't found; Ray would wait forever."""
@@ -228,16 +209,6 @@ trainkit.check_cluster(8)
 """
     said = finish(run_script(script, RAY_ADDRESS="local"))
     assert "RuntimeError: Ray has started no process within 8 s." in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "home", ["/proc/none", pytest.param("", marks=pytest.mark.extra)]
-)
-def test_a_home_that_cannot_be_written(home):
-    """Ray keeps a token there, and would raise a FileNotFoundError."""
-    said = finish(run_script(START + END, HOME=home))
-    assert "ENDED WELL" in said, said
 
 
 @pytest.mark.slow
@@ -265,13 +236,8 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
 
 
 def test_a_notebook_without_its_folder(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", cell("set_up_driver()")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert "Open this notebook in its clone, beside trainkit/." in result.stderr
+    said = finish(run_script(cell("set_up_driver()"), cwd=tmp_path))
+    assert "Open this notebook in its clone, beside trainkit/." in said
 
 
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
@@ -298,7 +264,7 @@ import numpy as np
 from notebook_module import load_notebook
 from trainkit.generate import generate_tokens
 tutorial = load_notebook()
-config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=2, n_head=2,
+config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2,
     n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
     warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
 windows = np.zeros((4, 17), np.uint16)
@@ -346,25 +312,25 @@ def test_gpus_that_a_worker_takes(monkeypatch, assigned, visible, of_jax, expect
 
 
 def test_an_observer_cannot_end_what_it_observes(capsys):
+    """By an error, or because it hangs."""
     seen = []
 
     def send(line):
         seen.append(line["step"])
         if line["step"] == 2:
             raise ConnectionError("gone")
+        if line["step"] == 4:
+            time.sleep(600)
 
+    idle = trainkit.run_log.Observer(print)
+    idle.close()
+    assert not idle.thread.is_alive()
     observer = trainkit.run_log.Observer(send)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4, 5):
         observer.lines.put({"step": step})
-    observer.close()
-    assert seen == [1, 2, 3] and not observer.thread.is_alive()
+    start = time.monotonic()
+    observer.close(seconds=2.0)
+    assert time.monotonic() - start < 30 and observer.thread.daemon
+    assert seen == [1, 2, 3, 4]
     said = capsys.readouterr().out
     assert "send failed at step 2; the run continues: ConnectionError('gone')" in said
-
-
-def test_an_observer_that_hangs_is_left_behind():
-    observer = trainkit.run_log.Observer(lambda line: time.sleep(600))
-    observer.lines.put({"step": 1})
-    start = time.monotonic()
-    observer.close(seconds=0.5)
-    assert time.monotonic() - start < 5 and observer.thread.daemon

@@ -23,13 +23,16 @@ import importlib.metadata
 import logging
 import os
 import platform
-import re
 import secrets
 import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
-OLDEST = {"flax": "0.12.8", "jax": "0.10.2", "ray": "2.60.0"}  # that the tests ran with
+from packaging.specifiers import SpecifierSet
+
+# From the oldest that the tests ran with, as JAX is; Orbax 1 has another interface.
+NEEDED = {"flax": ">=0.12.8", "orbax-checkpoint": "<1", "ray": ">=2.60"}
 # What workers write to their logs, and a notebook needn't show: each start, the stack of C++
 # when another worker has died, and what is known and does no harm.
 NOISE = (
@@ -70,24 +73,16 @@ def check_versions() -> None:
     Raises:
         ImportError: with what was found, what is needed, and the command that installs it.
     """
-
-    def number(version: str) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", version)[:3]]
-
     found = {"Python": platform.python_version()}
-    for name in (*OLDEST, "orbax-checkpoint"):
+    for name in (*NEEDED, "jax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    needed = [("Python", ">=", "3.11"), ("orbax-checkpoint", "<", "1")]  # 1 is another
-    needed += [(name, ">=", version) for name, version in OLDEST.items()]
-    if (flax := number(found.get("flax", ""))) >= [0, 12, 10]:
-        needed += [("jax", ">=", "0.11.1")]
-    elif flax >= [0, 12, 8]:
-        needed += [("jax", "<", "0.11.2")]
+    new_flax = found.get("flax", "0") in SpecifierSet(">=0.12.10", prereleases=True)
+    jax = ">=0.11.1" if new_flax else ">=0.10.2,<0.11.2"
     wrong = [
-        f"{name} is {found.get(name, 'missing')}, and {sign} {version} is needed"
-        for name, sign, version in needed
-        if (number(found.get(name, "")) >= number(version)) != (sign == ">=")
+        f"{name} is {found.get(name, 'missing')}, and {versions} is needed"
+        for name, versions in (NEEDED | {"Python": ">=3.11", "jax": jax}).items()
+        if found.get(name, "0") not in SpecifierSet(versions, prereleases=True)
     ]
     if wrong:
         raise ImportError(
@@ -104,22 +99,23 @@ def check_address() -> None:
         ConnectionError: with the address, and what to do.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    if address.startswith(("http://", "https://")):
+    parts = urlsplit(address if "://" in address else f"gcs://{address}")
+    if parts.scheme.startswith("http"):
         raise ConnectionError(
             f"RAY_ADDRESS is {address!r}, a dashboard's address, which takes jobs. Set it to "
             "the cluster's own, such as 10.0.0.1:6379, or unset it and use `ray job submit`."
         )
-    if not (found := re.fullmatch(r"(ray://)?(\[?([^/\]]+)\]?:(\d+))", address)):
-        return
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
     try:
-        socket.create_connection((found[3], int(found[4])), timeout=5).close()
-        if found[1]:
+        if not parts.port:  # "auto", "local"
+            return
+        socket.create_connection((parts.hostname, parts.port), timeout=5).close()
+        if parts.scheme == "ray":
             return
         asked = subprocess.run(
-            [*ask, found[2]], capture_output=True, text=True, timeout=60
+            [*ask, parts.netloc], capture_output=True, text=True, timeout=60
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ConnectionError(
             f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). Start it, "
             "or unset RAY_ADDRESS to start Ray on this machine."

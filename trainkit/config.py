@@ -36,11 +36,18 @@ def absolute(place: str) -> str:
     return place if "://" in place else os.path.abspath(expanded(place))
 
 
+def found_here(name: str) -> str:
+    """A file or a folder by its absolute path; another name is one on a hub, or ours."""
+    here = name not in ("scratch", tokenizers.GPT2) and os.path.exists(expanded(name))
+    return absolute(name) if here else expanded(name)
+
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(expanded)]
 Folder = Annotated[Text, AfterValidator(absolute)]
+Source = Annotated[Text, AfterValidator(found_here)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -66,7 +73,7 @@ class ShapeConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
     # Of tiktoken, or of Hugging Face: a file, a folder, or a name on the hub.
-    tokenizer: Text = tokenizers.GPT2
+    tokenizer: Source = tokenizers.GPT2
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
@@ -116,7 +123,7 @@ class RecipeConfig(ShapeConfig):
     text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
-    init_from: Text = "scratch"  # or a Hugging Face GPT-2: hub name or folder
+    init_from: Source = "scratch"  # or a Hugging Face GPT-2: hub name or folder
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: Positive = 6e-4
     min_learning_rate: Positive = 6e-5
@@ -201,14 +208,14 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     def device_windows(self) -> int:
         """The windows of a batch that each device gets, of the most workers."""
         data, fsdp, _ = self.mesh_shape(self.worker_range[1])
-        if not data:
-            raise ValueError(f"num_workers: one can't form a mesh with fsdp {fsdp}")
         return self.batch_size // (data * fsdp)
 
     @property
     def micro_batches(self) -> int:
-        """The parts that these go through in: as few as `device_batch_size` allows."""
-        return count_parts(self.device_windows, self.device_batch_size)
+        """The equal parts that these go through in: as few as `device_batch_size` allows."""
+        windows = self.device_windows
+        parts = range(math.ceil(windows / self.device_batch_size), windows + 1)
+        return next(n for n in parts if windows % n == 0)
 
     @property
     def run_path(self) -> epath.Path:
@@ -239,13 +246,6 @@ def mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     if not re.fullmatch(r"((s3|gs)://[^/]|(?!.*://))[^*?[\]]*", config.storage_path):
         places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ]"
         yield "storage_path", f"{places}, which Orbax takes for patterns"
-    yield from kernel_mistakes(config)
-    yield from slice_mistakes(config)
-    yield from mesh_mistakes(config)
-
-
-def kernel_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
-    """Attention that doesn't run there, or not on this shape."""
     kernel, head = config.attention, config.n_embd // config.n_head
     platform = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, config.platform)
     if platform != config.platform:
@@ -256,6 +256,9 @@ def kernel_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "n_head", f"n_embd / n_head ({head}) a multiple of 8 up to 256 for cudnn"
     if kernel == "splash" and config.block_size % SPLASH_BLOCK:
         yield "block_size", f"a multiple of {SPLASH_BLOCK}, or attention: xla"
+    yield from slice_mistakes(config)
+    if config.num_workers or config.topology:  # or the cluster decides, later
+        yield from range_mistakes(config)
 
 
 def slice_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
@@ -279,51 +282,41 @@ def slice_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "num_workers", f"a multiple of {workers}, which a {topology} slice takes"
 
 
-def mesh_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
-    """A mesh that the workers can't form, or on which they can't share a batch."""
-    if not (config.num_workers or config.topology):
-        return  # the cluster decides, when it is there
-    (fewest, most), batch = config.worker_range, config.batch_size
+def range_mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """Numbers of workers that can't share a batch; of a range, Ray may start any."""
+    fewest, most = config.worker_range
     if fewest > most:
         yield "num_workers", f"the fewest, and then the most: [{most}, {fewest}]"
     counts = range(fewest, most + 1, config.workers_per_slice)
-    fit = [n for n in counts if shares_evenly(config, n)]
-    if len(fit) == len(counts):
-        return
-    if fit:
-        each = f"each, since Ray may start any, to share batch_size ({batch}) evenly"
-        yield "num_workers", f"{each}; {', '.join(map(str, fit))} do"
-    data, fsdp, tensor = config.mesh_shape(fewest)
-    devices = config.chips if config.topology else fewest * config.devices_per_worker
-    if devices % (fsdp * tensor):
-        yield "fsdp", f"to divide {devices} devices with tensor_parallel ({tensor})"
-    less = batch - batch % (data * fsdp)
-    sizes = [str(size) for size in (less, less + data * fsdp) if size]
-    evenly = f"to divide evenly over {data * fsdp} devices"
-    yield "batch_size", f"{evenly}; {' or '.join(sizes)} would do"
+    wrong = {n: mistake for n in counts if (mistake := mesh_mistake(config, n))}
+    if wrong and (fit := [n for n in counts if n not in wrong]):
+        each = "each, since Ray may start any, to share batch_size "
+        each += f"({config.batch_size}) evenly; {', '.join(map(str, fit))} do"
+        yield "num_workers", each
+    yield from wrong.values()
 
 
-def shares_evenly(config: TrainingConfig, workers: int) -> bool:
-    """Whether the devices of so many workers form the mesh and divide a batch.
+def mesh_mistake(config: TrainingConfig, workers: int) -> tuple[str, str] | None:
+    """Why the devices of so many workers form no mesh, or can't divide a batch.
 
     A slice holds whole rows of the mesh, so that between slices only gradients travel.
     """
     data, fsdp, tensor = config.mesh_shape(workers)
     devices = config.chips if config.topology else workers * config.devices_per_worker
-    return devices % (fsdp * tensor) == 0 and config.batch_size % (data * fsdp) == 0
+    if devices % (fsdp * tensor):
+        return "fsdp", f"to divide {devices} devices with tensor_parallel ({tensor})"
+    if rest := config.batch_size % (shares := data * fsdp):
+        less = config.batch_size - rest
+        sizes = " or ".join(str(size) for size in (less, less + shares) if size)
+        return "batch_size", f"to divide evenly over {shares} devices; {sizes} would do"
+    return None
 
 
 def most_workers(config: TrainingConfig, workers: int) -> int | None:
     """The most workers, up to `workers`, that share a batch evenly; None if none do."""
     together = config.workers_per_slice
     counts = range(workers // together * together, 0, -together)
-    return next((n for n in counts if shares_evenly(config, n)), None)
-
-
-def count_parts(windows: int, most: int) -> int:
-    """The fewest equal parts of so many windows that have at most `most` each."""
-    parts = range(math.ceil(windows / most), windows + 1)
-    return next(k for k in parts if windows % k == 0)
+    return next((n for n in counts if not mesh_mistake(config, n)), None)
 
 
 def storage_root() -> epath.Path:
@@ -357,12 +350,9 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     try:
         recipe = recipe_of(values)
         name, source = recipe.tokenizer, recipe.init_from
-        if name != tokenizers.GPT2:
-            values["tokenizer"] = name = found_here(name)
         if source != "scratch":
             from trainkit import huggingface  # slow, and needed here only
 
-            values["init_from"] = source = found_here(source)
             shape = huggingface.published_shape(source)
             if values | shape != shape | values:
                 raise ValueError(f"init_from: {source} has {shape}; leave out others")
@@ -406,12 +396,6 @@ def recipe_of(values: dict) -> RecipeConfig:
     return RecipeConfig(**{key: values[key] for key in keys & values.keys()})
 
 
-def found_here(name: str) -> str:
-    """A file or a folder by its absolute path; another name is one on a hub."""
-    place = expanded(name)
-    return absolute(place) if os.path.exists(place) else place
-
-
 def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none."""
     fields, values = dataclasses.fields(recipe), vars(recipe)
@@ -420,18 +404,12 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
-    dataset = re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")
-    if recipe.dataset_config:
-        dataset += f"-{recipe.dataset_config}"
-    if recipe.max_documents:
-        dataset += f"-{recipe.max_documents}"
-    if recipe.text_column != RecipeConfig.text_column:
-        dataset += f"-{recipe.text_column}"
-    if recipe.tokenizer != tokenizers.GPT2:
-        dataset += f"-{Path(recipe.tokenizer).stem}"
+    kept = ("dataset_config", "max_documents", "text_column", "tokenizer")
+    dataset = [re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")]
+    dataset += [Path(str(differs[key])).name for key in kept if key in differs]
     return {
         "run_name": f"{name}-{fingerprint}",
-        "data_dir": str(storage_root() / "data" / dataset),
+        "data_dir": str(storage_root() / "data" / "-".join(dataset)),
         "storage_path": str(storage_root() / "runs"),
     }
 
