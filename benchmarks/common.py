@@ -1,4 +1,4 @@
-"""What the benchmarks share: the notebook, Ray, own processes, peaks, the original's code.
+"""What the benchmarks share: the notebook, Ray, own processes, peaks.
 
 Import it before `trainkit`, which it finds for scripts that are run from anywhere.
 """
@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import platform
-import re
 import resource
 import sys
 import time
@@ -98,15 +97,10 @@ def compile_step(tutorial, config, mesh):
     )
     state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
-        return timed_compile(tutorial.train_step, state, windows, config)
-
-
-def timed_compile(jitted, *arguments):
-    """The compiled program, and the seconds that tracing and compiling took."""
-    start = time.perf_counter()
-    lowered = jitted.lower(*arguments)
-    middle = time.perf_counter()
-    compiled = lowered.compile()
+        start = time.perf_counter()
+        lowered = tutorial.train_step.lower(state, windows, config)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
     return compiled, middle - start, time.perf_counter() - middle
 
 
@@ -145,69 +139,6 @@ def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]
         kept.append(in_own_process(function, *row))
         print(*row, kept[-1], file=sys.stderr)
     return results
-
-
-def original_code(path: str, *marks: str) -> dict:
-    """Run the code blocks that hold any of `marks`; return the names that they define.
-
-    `path` is the README.md of the tutorial that this one replaces.
-    """
-    blocks = re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL)
-    names = {}
-    exec("import os\nimport numpy as np", names)
-    for block in blocks:
-        if any(mark in block for mark in marks):
-            exec(block.split("\ntrain_ds = ")[0], names)  # which reads OpenWebText
-    return names
-
-
-def original_training(path: str, config) -> tuple[Callable, Callable]:
-    """A function that makes the original's model, optimizer, and metric, and its step.
-
-    They have the dtype and the block size of `config`, and GPT-2's size, its default.
-    """
-    import jax
-    import optax
-    from flax import nnx
-
-    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
-    marks = "import flax.nnx", "class TrainingConfig", "class GPT2", "def train_step"
-    names = original_code(path, *marks)
-    names["dtype"] = jax.numpy.dtype(config.compute_dtype)
-    settings = names["TrainingConfig"](seqlen=config.block_size)
-
-    def create():
-        rngs = nnx.Rngs(params=0, dropout=1)
-        model = names["create_model"](rngs=rngs, config=settings)
-        steps = settings.max_steps
-        rate = optax.cosine_decay_schedule(settings.init_learning_rate, steps)
-        adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
-        optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-        return model, optimizer, nnx.metrics.Average("loss")
-
-    return create, names["train_step"]
-
-
-def compile_original(path: str, config, mesh):
-    """The same of the original's step, which divides a batch over all devices."""
-    import jax
-    from flax import nnx
-
-    create, train_step = original_training(path, config)
-    graph, state = jax.eval_shape(lambda: nnx.split(create()))
-
-    def step(state, batch):
-        parts = nnx.merge(graph, state)
-        loss = train_step.__wrapped__(*parts, batch)
-        return nnx.state(parts), loss
-
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    tokens = jax.ShapeDtypeStruct(
-        (config.batch_size, config.block_size), jax.numpy.int32
-    )
-    jitted = jax.jit(step, in_shardings=(everywhere, divided), donate_argnums=0)
-    return timed_compile(jitted, state, (tokens, tokens))
 
 
 def describe_program(tutorial, config, compiled, trace_s: float, compile_s: float):
