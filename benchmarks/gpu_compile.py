@@ -2,14 +2,14 @@
 
     pip install -r requirements-gpu.txt
     python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
-        [--json] [--text program.txt] [key=value ...]
+        [--json] [key=value ...]
 
 XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
 writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
-compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
-`--text` keeps the program itself.
+compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others,
+such as --xla_dump_to=FOLDER, which keeps the program.
 """
 
 import argparse
@@ -78,7 +78,6 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200", choices=names)
     parser.add_argument("--gpus", type=int, help="one for each worker")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--text", help="a file for the program's text")
     arguments = parser.parse_intermixed_args()
     tutorial = common.load_notebook()
     changes = common.parse_changes(arguments.changes)
@@ -96,8 +95,6 @@ def main() -> None:
     count = config.worker_range[1] * config.devices_per_worker
     mesh = trainkit.sharding.make_mesh(config, virtual_gpus(arguments.gpu, count))
     compiled, *seconds = common.compile_step(tutorial, config, mesh)
-    if arguments.text:
-        Path(arguments.text).write_text(compiled.as_text())
     report = {
         "config": Path(arguments.config).stem,
         "gpus": f"{count} x {arguments.gpu}",
