@@ -8,8 +8,8 @@ XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
 writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
-compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others,
-such as --xla_dump_to=FOLDER, which keeps the program.
+compiler are those that a worker sets (trainkit/workers.py), and then those of XLA_FLAGS, such
+as --xla_dump_to=FOLDER, which keeps the program.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> None:
             "platform=gpu attention=cudnn topology=null accelerator_type=null"
         )
     settings = trainkit.workers.environment(config)
-    os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
+    os.environ["XLA_FLAGS"] = settings["XLA_FLAGS"]
     jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     count = config.worker_range[1] * config.devices_per_worker
     mesh = trainkit.sharding.make_mesh(config, virtual_gpus(arguments.gpu, count))
