@@ -122,21 +122,17 @@ def flops_per_token(tutorial, config) -> float:
     return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
 
-def in_own_process(function: Callable, *arguments):
-    """Call `function` in a fresh process: memory, caches, and start-up are its own."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]:
     """The results of `function(*row)` for each row, measured round after round.
 
-    Whatever else a shared machine does then meets all rows alike.
+    Each call has a process of its own. Whatever else a shared machine does meets all rows
+    alike.
     """
     results = [[] for _ in rows]
+    spawn = multiprocessing.get_context("spawn")
     for _, (row, kept) in itertools.product(range(rounds), zip(rows, results)):
-        kept.append(in_own_process(function, *row))
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            kept.append(pool.submit(function, *row).result())
         print(*row, kept[-1], file=sys.stderr)
     return results
 
@@ -173,24 +169,17 @@ def gib(n: float) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.0f} MiB"
 
 
-def memory_stats(device) -> dict:
-    """What JAX knows of a device's memory, if it does."""
+def memory_of(device) -> tuple[int, int | None]:
+    """The most bytes that programs have taken on a device so far, and how many they may.
+
+    On a CPU, what this process has taken, and None.
+    """
     import jax
 
     try:
-        return device.memory_stats() or {}  # a CPU has none
+        if stats := device.memory_stats():
+            return stats["peak_bytes_in_use"], stats["bytes_limit"]
     except jax.errors.JaxRuntimeError:  # it exists by its description only
-        return {}
-
-
-def device_memory(device) -> int | None:
-    """Bytes that programs may take on a device; None on a CPU."""
-    return memory_stats(device).get("bytes_limit")
-
-
-def memory_in_use(device) -> int:
-    """The most bytes that programs have taken so far; on a CPU, this process."""
-    if stats := memory_stats(device):
-        return stats["peak_bytes_in_use"]
+        pass
     unit = 1 if sys.platform == "darwin" else 1_024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

@@ -24,7 +24,7 @@ from common import (
     for_one_device,
     interleave,
     load_notebook,
-    memory_in_use,
+    memory_of,
     print_table,
     random_windows,
 )
@@ -168,7 +168,7 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments):
         else:
             import jax
 
-            memory = memory_in_use(jax.devices()[0])
+            memory, _ = memory_of(jax.devices()[0])
     except Exception as error:  # an absent package, or too little memory
         return f"not measured: {str(error).splitlines()[0]:.80}"
     seconds = np.diff(times)

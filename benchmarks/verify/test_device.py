@@ -68,7 +68,8 @@ def test_devices(record, report, base, device):
     if device.platform == "cpu":
         report["device"] = f"{os.cpu_count()}-core {platform.machine()} CPU"
     record("devices", report["device"])
-    if memory := common.device_memory(device):
+    _, memory = common.memory_of(device)
+    if memory:
         record("memory of a device", common.gib(memory), value=memory)
     workers.check_generation(base, device)
     if not notebook_module.HAS_RAY:
