@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_gpu_compile import needs_plugin
+from test_gpu_compile import needs_plugin, report_on
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks/verify"))
 import report as reports
@@ -89,10 +89,7 @@ def test_rehearsed_for_a_gpu_as_far_as_compiling(tmp_path, gpu):
 @pytest.mark.parametrize("gpu", ["a10g", "l4"])
 def test_the_template_fits_its_gpus(gpu):
     """As benchmarks/README.md says: less than the three quarters that JAX takes of 22 GiB."""
-    command = [sys.executable, "benchmarks/gpu_compile.py", "configs/stories.yaml"]
-    command += ["--gpu", gpu, "--gpus", "4", "--json"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    report = json.loads(result.stdout.splitlines()[-1])
+    report = report_on("stories.yaml", f"--gpu={gpu}", "--gpus=4")
     assert report["windows_at_once"] == 16 and report["attention_kernels"] == 24
     assert report["total_gib"] < 0.75 * 22
 
