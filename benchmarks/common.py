@@ -1,4 +1,4 @@
-"""What the benchmarks share: the notebook, Ray, own processes, peaks, the original's code.
+"""What the benchmarks share: the notebook, Ray, own processes, peaks.
 
 Import it before `trainkit`, which it finds for scripts that are run from anywhere.
 """
@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import platform
-import re
 import resource
 import sys
 import time
@@ -98,15 +97,10 @@ def compile_step(tutorial, config, mesh):
     )
     state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
-        return timed_compile(tutorial.train_step, state, windows, config)
-
-
-def timed_compile(jitted, *arguments):
-    """The compiled program, and the seconds that tracing and compiling took."""
-    start = time.perf_counter()
-    lowered = jitted.lower(*arguments)
-    middle = time.perf_counter()
-    compiled = lowered.compile()
+        start = time.perf_counter()
+        lowered = tutorial.train_step.lower(state, windows, config)
+        middle = time.perf_counter()
+        compiled = lowered.compile()
     return compiled, middle - start, time.perf_counter() - middle
 
 
@@ -128,86 +122,19 @@ def flops_per_token(tutorial, config) -> float:
     return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
 
-def in_own_process(function: Callable, *arguments):
-    """Call `function` in a fresh process: memory, caches, and start-up are its own."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(function, *arguments).result()
-
-
 def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]:
     """The results of `function(*row)` for each row, measured round after round.
 
-    Whatever else a shared machine does then meets all rows alike.
+    Each call has a process of its own. Whatever else a shared machine does meets all rows
+    alike.
     """
     results = [[] for _ in rows]
+    spawn = multiprocessing.get_context("spawn")
     for _, (row, kept) in itertools.product(range(rounds), zip(rows, results)):
-        kept.append(in_own_process(function, *row))
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            kept.append(pool.submit(function, *row).result())
         print(*row, kept[-1], file=sys.stderr)
     return results
-
-
-def original_code(path: str, *marks: str) -> dict:
-    """Run the code blocks that hold any of `marks`; return the names that they define.
-
-    `path` is the README.md of the tutorial that this one replaces.
-    """
-    blocks = re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL)
-    names = {}
-    exec("import os\nimport numpy as np", names)
-    for block in blocks:
-        if any(mark in block for mark in marks):
-            exec(block.split("\ntrain_ds = ")[0], names)  # which reads OpenWebText
-    return names
-
-
-def original_training(path: str, config) -> tuple[Callable, Callable]:
-    """A function that makes the original's model, optimizer, and metric, and its step.
-
-    They have the dtype and the block size of `config`, and GPT-2's size, its default.
-    """
-    import jax
-    import optax
-    from flax import nnx
-
-    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
-    marks = "import flax.nnx", "class TrainingConfig", "class GPT2", "def train_step"
-    names = original_code(path, *marks)
-    names["dtype"] = jax.numpy.dtype(config.compute_dtype)
-    settings = names["TrainingConfig"](seqlen=config.block_size)
-
-    def create():
-        rngs = nnx.Rngs(params=0, dropout=1)
-        model = names["create_model"](rngs=rngs, config=settings)
-        steps = settings.max_steps
-        rate = optax.cosine_decay_schedule(settings.init_learning_rate, steps)
-        adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
-        optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-        return model, optimizer, nnx.metrics.Average("loss")
-
-    return create, names["train_step"]
-
-
-def compile_original(path: str, config, mesh):
-    """The same of the original's step, which divides a batch over all devices."""
-    import jax
-    from flax import nnx
-
-    create, train_step = original_training(path, config)
-    graph, state = jax.eval_shape(lambda: nnx.split(create()))
-
-    def step(state, batch):
-        parts = nnx.merge(graph, state)
-        loss = train_step.__wrapped__(*parts, batch)
-        return nnx.state(parts), loss
-
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    tokens = jax.ShapeDtypeStruct(
-        (config.batch_size, config.block_size), jax.numpy.int32
-    )
-    jitted = jax.jit(step, in_shardings=(everywhere, divided), donate_argnums=0)
-    return timed_compile(jitted, state, (tokens, tokens))
 
 
 def describe_program(tutorial, config, compiled, trace_s: float, compile_s: float):
@@ -242,24 +169,17 @@ def gib(n: float) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**29 else f"{n / 2**20:.0f} MiB"
 
 
-def memory_stats(device) -> dict:
-    """What JAX knows of a device's memory, if it does."""
+def memory_of(device) -> tuple[int, int | None]:
+    """The most bytes that programs have taken on a device so far, and how many they may.
+
+    On a CPU, what this process has taken, and None.
+    """
     import jax
 
     try:
-        return device.memory_stats() or {}  # a CPU has none
+        if stats := device.memory_stats():
+            return stats["peak_bytes_in_use"], stats["bytes_limit"]
     except jax.errors.JaxRuntimeError:  # it exists by its description only
-        return {}
-
-
-def device_memory(device) -> int | None:
-    """Bytes that programs may take on a device; None on a CPU."""
-    return memory_stats(device).get("bytes_limit")
-
-
-def memory_in_use(device) -> int:
-    """The most bytes that programs have taken so far; on a CPU, this process."""
-    if stats := memory_stats(device):
-        return stats["peak_bytes_in_use"]
+        pass
     unit = 1 if sys.platform == "darwin" else 1_024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

@@ -2,20 +2,17 @@
 
     pip install -r requirements-gpu.txt
     python benchmarks/gpu_compile.py configs/gpt2-124m.yaml [--gpu h200] [--gpus 8]
-        [--json] [--text program.txt] [--original README.md] [key=value ...]
+        [--json] [key=value ...]
 
 XLA compiles for a GPU that it only knows by description; gpus/ has some. Prints what the
 program needs on each GPU: memory, kernels, communication, and the bytes that it reads and
 writes. Nothing runs. Without a GPU nothing is tuned, so a program says nothing about speed
 beyond what it moves. Without `--gpus`, the configuration says how many. The flags of the
-compiler are those that a worker sets (trainkit/workers.py), unless XLA_FLAGS holds others.
-`--original` names the README.md of the tutorial that this one replaces: its step is compiled
-instead, for the same GPUs and as many windows, with XLA's own flags. `--text` keeps the
-program itself.
+compiler are those that a worker sets (trainkit/workers.py), and then those of XLA_FLAGS, such
+as --xla_dump_to=FOLDER, which keeps the program.
 """
 
 import argparse
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -81,8 +78,6 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200", choices=names)
     parser.add_argument("--gpus", type=int, help="one for each worker")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--text", help="a file for the program's text")
-    parser.add_argument("--original", help="README.md of the original tutorial")
     arguments = parser.parse_intermixed_args()
     tutorial = common.load_notebook()
     changes = common.parse_changes(arguments.changes)
@@ -95,22 +90,11 @@ def main() -> None:
             "platform=gpu attention=cudnn topology=null accelerator_type=null"
         )
     settings = trainkit.workers.environment(config)
-    if not arguments.original:
-        os.environ.setdefault("XLA_FLAGS", settings["XLA_FLAGS"])
-        jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
+    os.environ["XLA_FLAGS"] = settings["XLA_FLAGS"]
+    jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     count = config.worker_range[1] * config.devices_per_worker
     mesh = trainkit.sharding.make_mesh(config, virtual_gpus(arguments.gpu, count))
-    if arguments.original:
-        config = dataclasses.replace(
-            config,
-            batch_size=config.batch_size // config.micro_batches,
-        )
-        compiling = common.compile_original(arguments.original, config, mesh)
-    else:
-        compiling = common.compile_step(tutorial, config, mesh)
-    compiled, *seconds = compiling
-    if arguments.text:
-        Path(arguments.text).write_text(compiled.as_text())
+    compiled, *seconds = common.compile_step(tutorial, config, mesh)
     report = {
         "config": Path(arguments.config).stem,
         "gpus": f"{count} x {arguments.gpu}",

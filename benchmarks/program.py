@@ -237,13 +237,6 @@ def collectives(program: Program) -> list[dict]:
     return sorted(found, key=lambda c: -c["bytes"] * c["times"])
 
 
-def count_collectives(program: Program) -> dict[str, int]:
-    """How often each collective stands in the program, in a loop or not."""
-    bodies = program.computations.values()
-    ops = (i.op.removesuffix("-start") for body in bodies for i in body.values())
-    return dict(collections.Counter(op for op in ops if op in COLLECTIVES))
-
-
 def scatters(program: Program) -> list[str]:
     """The arrays that the program scatters into."""
     return [

@@ -1,15 +1,14 @@
 """Compile the notebook's train step for a TPU slice, without a TPU.
 
     python benchmarks/tpu_compile.py configs/gpt2-124m-tpu-v6e.yaml [--slices 2]
-        [--json] [--original README.md] [key=value ...]
+        [--json] [key=value ...]
 
 libtpu brings the TPU compiler; `pip install libtpu` and any machine will do. Prints what
 the program needs on each chip: memory, arithmetic, communication, and the time to compile.
-`--original` names the README.md of the tutorial that this one replaces: its step is compiled
-instead, for the same chips and as many windows.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import os
@@ -21,7 +20,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import common
 from jax.experimental import topologies
-from program import count_collectives, parse
+from program import collectives, parse
 
 import trainkit.config
 import trainkit.sharding
@@ -33,7 +32,6 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--original", help="README.md of the original tutorial")
     arguments = parser.parse_intermixed_args()
     tutorial = common.load_notebook()
     changes = common.parse_changes(arguments.changes)
@@ -47,18 +45,14 @@ def main() -> None:
         num_slices=arguments.slices,
     )
     mesh = trainkit.sharding.make_mesh(config, topology.devices)
-    if arguments.original:
-        compiling = common.compile_original(arguments.original, config, mesh)
-    else:
-        compiling = common.compile_step(tutorial, config, mesh)
-    compiled, *seconds = compiling
+    compiled, *seconds = common.compile_step(tutorial, config, mesh)
     text = compiled.as_text()
     report = {
         "config": Path(arguments.config).stem,
         "devices": len(topology.devices),
         **common.describe_program(tutorial, config, compiled, *seconds),
         "tflops": round(compiled.cost_analysis()["flops"] / 1e12, 2),
-        "collectives": count_collectives(parse(text)),
+        "collectives": collections.Counter(c["kind"] for c in collectives(parse(text))),
         "kernels": text.count("tpu_custom_call"),
     }
     print(json.dumps(report, indent=None if arguments.json else 1))

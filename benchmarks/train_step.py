@@ -5,28 +5,26 @@
 Trains GPT-2 124M on one device with random tokens: the notebook's step with changes of its
 configuration; the step of the tutorial that this one replaces, if `--original` names its
 README.md; and Hugging Face's GPT-2 in PyTorch with the same loss, optimizer, and batch.
-Every row has a process of its own in each round. Speed is the median of all steps but the
-first two of a process; the time to compile is what the first step takes longer than that.
-Peak memory is the device's, and on CPU the whole process's. MFU refers to the data sheet's
-peak.
+Every row has a process of its own in each round, and shows the median of the rounds. Speed
+is that of the median step, without the first two; the time to compile is what the first step
+takes longer. Peak memory is the device's, and on CPU the whole process's.
 """
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 from common import (
     ROOT,
-    flops_per_token,
     for_one_device,
     interleave,
     load_notebook,
-    memory_in_use,
-    original_training,
-    peak_flops,
+    memory_of,
     print_table,
     random_windows,
 )
@@ -86,18 +84,31 @@ def our_step(tutorial, config) -> Callable:
 
 
 def original_step(tutorial, config, path: str) -> Callable:
-    """The original's step at the same size; its dropout is 0.1."""
+    """The original's step in GPT-2's size, its default; its dropout is 0.1."""
     import jax
+    import optax
     from flax import nnx
 
-    create, train_step = original_training(path, config)
-    (model, optimizer, metrics), windows = create(), random_windows(config)
+    nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
+    names = {"os": os, "np": np}
+    for block in re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL):
+        if re.search(
+            "import flax.nnx|class (TrainingConfig|GPT2)|def train_step", block
+        ):
+            exec(block, names)
+    names["dtype"] = jax.numpy.dtype(config.compute_dtype)
+    settings = names["TrainingConfig"](seqlen=config.block_size)
+    model = names["create_model"](rngs=nnx.Rngs(params=0, dropout=1), config=settings)
+    rate = optax.cosine_decay_schedule(settings.init_learning_rate, settings.max_steps)
+    adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
+    optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
+    metrics, windows = nnx.metrics.Average("loss"), random_windows(config)
     batch = jax.device_put(
         (windows[:, :-1].astype("int32"), windows[:, 1:].astype("int32"))
     )
 
     def step():
-        loss = train_step(model, optimizer, metrics, batch)
+        loss = names["train_step"](model, optimizer, metrics, batch)
         jax.block_until_ready((loss, nnx.state(model)))
 
     return step
@@ -140,19 +151,8 @@ def pytorch_step(tutorial, config, compiled: bool) -> Callable:
     return step
 
 
-def device(torchs: bool) -> tuple[str, int]:
-    """The device's name, and the most bytes in use so far; on a CPU, the process's."""
-    if torchs:
-        import torch
-
-        return torch.cuda.get_device_name(), torch.cuda.max_memory_allocated()
-    import jax
-
-    return jax.devices()[0].device_kind, memory_in_use(jax.devices()[0])
-
-
-def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> dict:
-    """What one process finds out about one row, or why it cannot."""
+def measure(platform: str, make_step: Callable, changes: dict, *arguments):
+    """Tokens/s, bytes of memory, and seconds to compile; or why they can't be measured."""
     tutorial = load_notebook()
     try:
         config = make_config(platform, changes)
@@ -161,41 +161,20 @@ def measure(platform: str, make_step: Callable, changes: dict, *arguments) -> di
         for _ in range(STEPS[platform]):
             step()
             times.append(time.perf_counter())
-        name, memory = device(make_step is pytorch_step and platform == "gpu")
+        if make_step is pytorch_step and platform == "gpu":
+            import torch
+
+            memory = torch.cuda.max_memory_allocated()
+        else:
+            import jax
+
+            memory, _ = memory_of(jax.devices()[0])
     except Exception as error:  # an absent package, or too little memory
-        return {"error": f"not measured: {str(error).splitlines()[0]:.80}"}
-    peak = peak_flops(name)
-    return {
-        "tokens": config.batch_size * config.block_size,
-        "seconds": np.diff(times),
-        "memory": memory,
-        "peak_tokens_per_s": peak and peak / flops_per_token(tutorial, config),
-    }
-
-
-def speed(runs: list[dict]) -> float:
-    """Tokens/s; 0 if they could not be measured."""
-    if any("error" in run for run in runs):
-        return 0.0
-    return runs[0]["tokens"] / np.median([run["seconds"][2:] for run in runs])
-
-
-def columns(runs: list[dict], ours: float) -> list[str]:
-    """The row of the table, after its name."""
-    if not (tokens_per_s := speed(runs)):
-        return [next(run["error"] for run in runs if "error" in run), *"----"]
-    step_s, peak = runs[0]["tokens"] / tokens_per_s, runs[0]["peak_tokens_per_s"]
-    memory = median(run["memory"] for run in runs)
-    compile_s = median(run["seconds"][0] for run in runs) - step_s
-    mfu = f"{tokens_per_s / peak:.1%}" if peak else "-"
-    ratio = f"{tokens_per_s / ours:.2f}" if ours else "-"
-    return [
-        f"{tokens_per_s:,.0f}",
-        ratio,
-        mfu,
-        f"{memory / 2**30:.1f} GiB",
-        f"{compile_s:.0f} s",
-    ]
+        return f"not measured: {str(error).splitlines()[0]:.80}"
+    seconds = np.diff(times)
+    step_s = np.median(seconds[2:])
+    speed = config.batch_size * config.block_size / step_s
+    return speed, memory, seconds[0] - step_s
 
 
 def main() -> None:
@@ -215,18 +194,18 @@ def main() -> None:
     if platform != "tpu":
         rows["Hugging Face in PyTorch, eager"] = pytorch_step, {}, False
         rows["Hugging Face in PyTorch, compiled"] = pytorch_step, {}, True
+    table, ours = [], None
     runs = interleave(measure, [(platform, *row) for row in rows.values()], rounds)
-    runs = dict(zip(rows, runs))
-    base = speed(runs["ours"])
-    table = [[name, *columns(runs[name], base)] for name in rows]
-    if not original:
-        table.append(["the original tutorial", "not measured", *"----"])
-    header = "step|tokens/s|ratio to ours|MFU|peak memory|time to compile"
+    for name, found in zip(rows, runs):
+        if errors := [run for run in found if isinstance(run, str)]:
+            table.append([name, errors[0], *"---"])
+            continue
+        speed, memory, compile_s = (median(values) for values in zip(*found))
+        ours = speed if name == "ours" else ours
+        row = [name, f"{speed:,.0f}", f"{speed / ours:.2f}" if ours else "-"]
+        table.append([*row, f"{memory / 2**30:.1f} GiB", f"{compile_s:.0f} s"])
+    header = "step|tokens/s|ratio to ours|peak memory|time to compile"
     print_table(header.split("|"), table, ["jax", "flax", "torch", "transformers"])
-    fastest = max(
-        (name for name in rows if name.startswith("ours")), key=lambda n: speed(runs[n])
-    )
-    print(f"\nThe fastest of ours: {fastest}")
 
 
 if __name__ == "__main__":

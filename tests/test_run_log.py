@@ -257,15 +257,3 @@ def test_lines_go_to_tensorboard(log, small):
         data = data[16 + length :]
     expected = {(x["step"], name): value for x in lines for name, value in x.items()}
     assert found == pytest.approx(expected)
-
-
-def test_lines_go_to_mlflow(log, small, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    config = small()
-    lines, _ = sent(log, config, "mlflow")
-    (run,) = mlflow.search_runs(["0"], output_format="list")
-    assert run.info.run_name == config.run_name
-    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
-    assert [x.value for x in history] == [line["loss"] for line in lines]

@@ -22,7 +22,6 @@ CONFIGS = {
     "gpu": "gpt2-124m.yaml",
     "tpu": "gpt2-124m-tpu-v6e.yaml",
 }
-REPORT, BASE = pytest.StashKey[dict](), pytest.StashKey()
 
 
 def pytest_addoption(parser):
@@ -58,24 +57,29 @@ def pytest_configure(config):
             jax.config.update(key.lower(), yaml.safe_load(value))
     if base.platform == "gpu":
         workers.load_cuda_libraries()
+    options.base = base
+    options.report = {
+        "device": "an unknown device",
+        "date": str(datetime.date.today()),
+        "configuration": " ".join([file, *options.change]),
+        "versions": {},
+        "parts": {},
+    }
     path = options.into / "report.json"
-    new = {"device": "an unknown device", "date": str(datetime.date.today())}
-    new |= {"configuration": " ".join([file, *options.change])}
-    new |= {"versions": {}, "parts": {}}
-    config.stash[REPORT] = json.loads(path.read_text()) if path.exists() else new
-    config.stash[BASE] = base
+    if path.exists():
+        options.report = json.loads(path.read_text())
 
 
 @pytest.fixture(scope="session")
 def report(pytestconfig) -> dict:
     """What is known so far."""
-    return pytestconfig.stash[REPORT]
+    return pytestconfig.option.report
 
 
 @pytest.fixture(scope="session")
 def base(pytestconfig):
     """The platform's configuration, with the changes asked for, for one device."""
-    return pytestconfig.stash[BASE]
+    return pytestconfig.option.base
 
 
 @pytest.fixture(scope="session")
@@ -109,36 +113,32 @@ def record(request):
     return add
 
 
-def keep(item, rows: list[dict]) -> None:
-    """Keep the rows of a test in the report, in place of those that it had."""
+def keep(item, found: str = "", result: str = "fail") -> None:
+    """Keep the rows of a test in the report, and what is found of the test as a whole."""
+    rows = [row for _, row in item.user_properties]
+    if found:
+        what = item.function.__doc__.splitlines()[0].rstrip(".")
+        rows += [{"what": what, "expected": "", "found": found, "result": result}]
+    parts = item.config.option.report["parts"]
     part = item.path.stem.removeprefix("test_")
-    report = item.config.stash[REPORT]
-    others = [r for r in report["parts"].get(part, []) if r["test"] != item.name]
-    report["parts"][part] = others + [row | {"test": item.name} for row in rows]
-    reports.write(report, item.config.option.into)
-
-
-def row_of(item, found: str, result: str = "fail") -> dict:
-    """A row for a test as a whole."""
-    what = item.function.__doc__.splitlines()[0].rstrip(".")
-    return {"what": what, "expected": "", "found": found, "result": result}
+    others = [row for row in parts.get(part, []) if row["test"] != item.name]
+    parts[part] = others + [row | {"test": item.name} for row in rows]
+    reports.write(item.config.option.report, item.config.option.into)
 
 
 def pytest_runtest_setup(item):
-    keep(item, [row_of(item, "it crashed, or took longer than ten minutes")])
+    keep(item, "it crashed, or took longer than ten minutes")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Keep what a test that has ended has found, and why, if it broke or was skipped."""
     report = yield
-    if call.when == "call" or not report.passed:
-        rows = [row for _, row in item.user_properties]
-        if report.skipped:
-            rows.append(
-                row_of(item, report.longrepr[2].removeprefix("Skipped: "), "skipped")
-            )
-        elif report.failed and not any(row["result"] == "fail" for row in rows):
-            rows.append(row_of(item, f"{call.excinfo.exconly():.300}"))
-        keep(item, rows)
+    said = [row["result"] for _, row in item.user_properties]
+    if report.skipped:
+        keep(item, call.excinfo.value.msg, "skipped")
+    elif report.failed and "fail" not in said:
+        keep(item, f"{call.excinfo.exconly():.300}")
+    elif report.failed or call.when == "call":
+        keep(item)
     return report

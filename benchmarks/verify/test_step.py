@@ -17,7 +17,7 @@ SECONDS = 60  # after which no other step is measured
 def test_step(record, tutorial, base, device, pytestconfig):
     """The train step of the configuration."""
     jax.set_mesh(mesh := trainkit.sharding.make_mesh(base, [device]))
-    before, limit = common.memory_in_use(device), common.device_memory(device)
+    before, limit = common.memory_of(device)
     compiled, trace_s, compile_s = common.compile_step(tutorial, base, mesh)
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -49,7 +49,7 @@ def test_step(record, tutorial, base, device, pytestconfig):
         record("MFU", text, value=mfu)
     text = f"{middle:.1f} ms; 8 of 10 within {low:.1f} and {high:.1f} ms"
     record(f"a step, the median of {len(spent)}", text, value=middle / 1e3)
-    used = common.memory_in_use(device) - before
+    used = common.memory_of(device)[0] - before
     # On a CPU, this is the whole process's, its compiler with it.
     expected = f"within a quarter of {common.gib(total)}" if limit else ""
     close = not limit or abs(used - total) <= total / 4
