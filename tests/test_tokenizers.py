@@ -93,7 +93,7 @@ def test_another_tokenizer_is_another_recipe_and_other_tokens(mine, tutorial, tm
     config, _ = mine
     folder, was = (
         Path(config.data_dir),
-        trainkit.corpus.describe(config, tutorial.tokenize),
+        trainkit.corpus.describe(config, tutorial.tokenize, []),
     )
     folder.mkdir()
     manifest = {"source": was, "tokens": {}}

@@ -27,12 +27,11 @@ from trainkit import tokenizers
 WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
-BEGINNINGS = {  # of other files
-    b"\x93NUMPY": "a file of numpy.save: write the array with tofile",
-    b"\x88\xd8\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
-    b"\xa1\xd9\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
-    b"PK": "a zip archive",
-    b"\x1f\x8b": "a gzip archive",
+OTHERS = {  # what other files begin with
+    rb"\x93NUMPY": "a file of numpy.save: write the array with tofile",
+    rb"\x88\xd8\x34\x01|\xa1\xd9\x34\x01": "llm.c's: leave out its first 1,024 bytes",
+    rb"PK|\x1f\x8b": "an archive of zip or gzip",
+    rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
 }
 
 
@@ -216,12 +215,9 @@ def check_format(path: Path, config) -> None:
         ValueError: with what it seems to be, and what to do.
     """
     start, dtype = np.fromfile(path, np.uint16, 2**16), config.token_dtype
-    data = start.tobytes()
-    found = [kind for bytes, kind in BEGINNINGS.items() if data.startswith(bytes)]
+    found = [kind for other, kind in OTHERS.items() if re.match(other, start.tobytes())]
     if dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
         found = ["four or more bytes a token: np.fromfile(path, np.uint32) reads it"]
-    if data.isascii() and not re.search(rb"[\0-\x08]", data):
-        found = ["text: set dataset to it, and data_dir to another folder"]
     for other in ("meta.pkl", "train.idx", "train_index.bin"):
         if path.with_name(other).exists():
             found = [f"tokens of another program, which left {other} beside them"]
