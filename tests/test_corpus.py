@@ -3,6 +3,7 @@
 import errno
 import gzip
 import http.server
+import io
 import json
 import math
 import os
@@ -23,6 +24,13 @@ import trainkit.corpus
 import trainkit.token_files
 
 gz = partial(gzip.compress, mtime=0)  # the same bytes at any time
+
+
+def parquet(**columns) -> bytes:
+    pyarrow.parquet.write_table(pa.table(columns), file := io.BytesIO())
+    return file.getvalue()
+
+
 TEXTS = ["first", "second <|endoftext|>", "é 漢字\n\nand more", ""]
 
 
@@ -184,6 +192,7 @@ LINE = '{"text": "words"}\n'
         ("a.txt.gz", gz(b"one ") + gz(b"text"), ["one text"]),
         ("a.jsonl.zst", pa.compress(LINE.encode() * 2, "zstd", asbytes=True), ["words"] * 2),
         ("a.txt", "", [""]),
+        ("a.parquet", parquet(text=["some", "more"], title=["one", None]), ["some", "more"]),
     ],
 )  # fmt: skip
 def test_the_text_of_a_file(small, tmp_path, name, contents, expected):
@@ -210,6 +219,8 @@ LIST = "a list of JSON objects, or one in each line"
         ("a.jsonl", b'{"text": "\xff"}\n', "can't decode byte 0xff in position 10"),
         ("a.txt", b"PK\x03\x04\xff", "byte 0xff in position 4.* Expected UTF-8 text. Mend"),
         ("a.parquet", b"PAR1", "a.parquet can't be read .*Expected Parquet"),
+        ("a.parquet", parquet(a=["a"], b=[1]), r"0 .* None, in the columns \['a', 'b'\]"),
+        ("a.parquet", parquet(text=["a", None], b=[1, 2]), r"1 .*columns \['text'\]"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz can't be read after 0"),
         ("a.txt.gz", gz(b"text" * 999)[:-9], "a.txt.gz can't be read after 0"),
     ],
@@ -248,20 +259,6 @@ def test_a_store_that_breaks_off_may_be_tried_again(small):
         server.shutdown()
 
 
-def test_parquet_with_other_columns(small, tmp_path):
-    """Only the column is read: the others may be large."""
-    table = pa.table({"body": ["some", "more"], "title": ["one", None]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    config = small(dataset=f"{tmp_path}/a.parquet", text_column="body")
-    assert read_here(config) == ["some", "more"]
-    for column, words in {
-        "text": r"after 0 .*found None, in the columns \['body', 'title'\]",
-        "title": r"after 1 .*found None, in the columns \['title'\]",
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            read_here(small(dataset=config.dataset, text_column=column))
-
-
 # The hub.
 
 
@@ -282,19 +279,15 @@ def parts_of(config) -> dict[str, list[str]]:
     return {name: [*x["text"]] for name, x in trainkit.corpus.load(config).items()}
 
 
-def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
-    """As roneneldan/TinyStories has one, beside four files to train on."""
+def test_dataset_of_the_hub_keeps_its_validation_split(write, small, tmp_path):
+    """As roneneldan/TinyStories has one, beside four files to train on.
+
+    For the first documents, the files behind them are never opened: here, two are no Parquet.
+    """
     folder = hub_folder(tmp_path / "a", train=STORIES, validation=[["last", "words"]])
-    config = small(dataset=folder)
-    assert parts_of(config) == {"train": sum(STORIES, []), "val": ["last", "words"]}
-    system, files, _ = trainkit.corpus.find_files(folder)
-    assert trainkit.corpus.versions(system, files)["files"] == 5
+    found = parts_of(small(dataset=folder))
+    assert found == {"train": sum(STORIES, []), "val": ["last", "words"]}
     assert len(read_here(small(dataset=folder.removeprefix("hub:")))) == 202  # no sign
-
-
-def test_first_documents_need_no_more_than_their_files(write, small, tmp_path):
-    """The files behind them are never opened: here, they are no Parquet."""
-    folder = hub_folder(tmp_path / "a", train=STORIES, validation=[["last", "words"]])
     for i in (2, 3):
         path = next(tmp_path.glob(f"a/data/train-{i:05d}-*"))
         path.write_bytes(path.read_bytes()[:-99])
@@ -304,6 +297,7 @@ def test_first_documents_need_no_more_than_their_files(write, small, tmp_path):
         trainkit.corpus.load(small(dataset=folder))  # all of them
     rows = [("train", [1, 2]), ("val", [3, 4])]  # by which tokenize is known
     manifest = write(rows, dataset=folder)[1]
+    assert manifest["source"]["files"] == 5
     assert manifest["first documents"] == sum(STORIES, [])[:100]
 
 
