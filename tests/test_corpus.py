@@ -234,6 +234,19 @@ def test_unusable_files_are_named(small, tmp_path, name, contents, words):
     assert re.search(words, message), message
 
 
+@pytest.mark.parametrize(
+    "file, expected",
+    [
+        ("https://a.org/b.JSONL.gz?c=.txt", (".jsonl", "gzip")),
+        ("/a/why?.txt.zst", (".txt", "zstd")),
+        ("s3://a/b?c.parquet", (".parquet", None)),
+        ("/a.gz/b", ("", None)),
+    ],
+)
+def test_kinds_of_files(file, expected):
+    assert trainkit.corpus.kind_of(file) == expected
+
+
 class BreaksOff(http.server.BaseHTTPRequestHandler):
     """Promises a long file, sends two documents and a half, and hangs up."""
 
@@ -369,6 +382,10 @@ def test_split_is_a_division(small, tmp_path):
 def test_builtin_text_needs_no_files(small):
     documents = trainkit.corpus.help_pages()
     assert len(documents) > 50 and all(documents)
+    first = trainkit.corpus.load(small(max_documents=9, val_fraction=0.3))
+    assert {name: len(part) for name, part in first.items()} == {"train": 6, "val": 3}
+    texts = [text for part in first.values() for text in part["text"]]
+    assert sorted(texts) == sorted(documents[:9])
     assert trainkit.corpus.versions(*trainkit.corpus.find_files("builtin")[:2]) == {}
 
 

@@ -1,5 +1,6 @@
 """Step 2: data preparation, against a straight re-implementation of nanoGPT's prepare.py."""
 
+import itertools
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ def bins_of_files(texts: list[str], each: int) -> dict[str, bytes]:
 def encode(texts: list[str]) -> bytes:
     encoding = tiktoken.get_encoding("gpt2")
     ids = ([*encoding.encode_ordinary(text), encoding.eot_token] for text in texts)
-    return np.array(sum(ids, []), np.uint16).tobytes()
+    return np.array([*itertools.chain(*ids)], np.uint16).tobytes()
 
 
 def written(config) -> dict[str, bytes]:
@@ -141,11 +142,12 @@ def test_a_single_document_is_cut_in_two(tutorial, small, tmp_path, monkeypatch)
     without_a_cluster(monkeypatch)
     text = "To be, or not to be: that is the question. " * 50
     (tmp_path / "hub").mkdir()
-    documents = datasets.Dataset.from_dict({"text": [text]})
+    documents = datasets.Dataset.from_dict({"body": [text]})
     documents.to_parquet(tmp_path / "hub/train.parquet")
     (tmp_path / "input.txt").write_text(text)
     for number, name in enumerate((f"hub:{tmp_path}/hub", f"{tmp_path}/input.txt")):
-        config = gpt2(small, dataset=name, data_dir=f"{tmp_path}/data{number}")
+        options = {"data_dir": f"{tmp_path}/data{number}", "text_column": "body"}
+        config = gpt2(small, dataset=name, **options)
         tokens = tutorial.prepare_dataset(config)["tokens"]
         assert b"".join(written(config).values()) == encode([text])
         assert tokens["val"] == -(-sum(tokens.values()) // 10)
