@@ -224,25 +224,16 @@ def test_a_file_that_ends_too_soon(small, write_bins):
         trainkit.token_files.read(config, "train", np.array([0, last]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 300, 1_025])
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 1_025, 8_823_810])
 def test_order_of_windows_never_changes(size):
     """It is a permutation; runs that began with an older version go on in the same order."""
-    index, keys = np.arange(size), (0, 1, 1337 * 2**32 + 5)
-    for key in keys:
-        found = trainkit.token_files.shuffle_index(index, size, np.full(size, key))
-        expected = [shuffled_in_plain_integers(i, size, key) for i in range(size)]
+    index = np.arange(min(size, 1_025))
+    for key in (0, 1, 1337 * 2**32 + 5):
+        keys = np.full(len(index), key)
+        found = trainkit.token_files.shuffle_index(index, size, keys)
+        expected = [shuffled_in_plain_integers(int(i), size, key) for i in index]
         assert found.dtype == np.int64 and found.tolist() == expected
-        assert sorted(expected) == index.tolist()
-
-
-def test_shuffle_looks_random():
-    """Neighbors end up far apart, and displacement has no bias, at OpenWebText's size."""
-    size, key = 8_823_810, np.zeros(20_000, np.int64)
-    order = trainkit.token_files.shuffle_index(np.arange(20_000), size, key)
-    assert len(set(order.tolist())) == len(order)
-    assert abs(order.mean() / size - 0.5) < 0.01
-    gaps = np.abs(np.diff(order)) / size
-    assert abs(gaps.mean() - 1 / 3) < 0.01  # two uniform draws differ by 1/3 on average
+        assert len({*expected}) == len(index) and max(expected) < size
 
 
 def test_mix_is_splitmix64():

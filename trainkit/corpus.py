@@ -392,8 +392,9 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
     if in_files(config.dataset):
         texts = itertools.chain(*(texts_in(system, file, column) for file in files))
     else:
-        few = load(dataclasses.replace(config, max_documents=100))  # and no more files
-        files, texts = {}, next(iter(few.values()))[column]
+        few = config.max_documents and min(config.max_documents, 100)  # not all again
+        parts = load(dataclasses.replace(config, max_documents=few))
+        files, texts = {}, next(iter(parts.values()))[column]
     first = [text[:1_000] for text in itertools.islice(texts, 100)]
     tokenizers.check(tokenizers.load(config.tokenizer), first, config.tokenizer)
     source |= describe(config, tokenize, first)
