@@ -478,7 +478,7 @@ def test_the_end_of_a_single_document_is_for_validation(write, tmp_path):
 def test_a_split_without_documents_is_refused(write, split, lacking):
     words = f"val_fraction: 0.25 of 3 documents leaves none to {lacking}"
     with pytest.raises(ValueError, match=words):
-        write([(split, [1])] * 3, val_fraction=0.25)
+        write([(split, [1, 2, 3])] * 3, val_fraction=0.25)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,17 @@ def test_a_single_document_is_cut_in_two(tutorial, small, tmp_path, monkeypatch)
         assert tokens["val"] == -(-sum(tokens.values()) // 10)
 
 
+def test_splits_of_the_hub_byte_for_byte(tutorial, small, tmp_path, monkeypatch):
+    without_a_cluster(monkeypatch)
+    (tmp_path / "hub").mkdir()
+    for split, texts in (("train", TEXTS[:50]), ("validation", TEXTS[50:60])):
+        documents = datasets.Dataset.from_dict({"text": texts})
+        documents.to_parquet(tmp_path / f"hub/{split}.parquet")
+    config = gpt2(small, dataset=f"hub:{tmp_path}/hub")
+    tutorial.prepare_dataset(config)
+    assert written(config) == {"train": encode(TEXTS[:50]), "val": encode(TEXTS[50:60])}
+
+
 def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
     config = write_bins(small(dataset="nobody/no-such-dataset"))
     before = written(config)

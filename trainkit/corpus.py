@@ -214,7 +214,7 @@ class LinksFollowed(LocalFileSystem):
         place = found["name"]
         if os.path.isfile(place):
             found["type"] = "file"
-        elif found["islink"] and os.path.isdir(place):
+        elif os.path.isdir(place):
             inside = os.path.realpath(os.path.dirname(place)) + "/"
             if not inside.startswith(os.path.realpath(place) + "/"):
                 found["type"] = "directory"
