@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 import yaml
 from notebook_module import initial_state
-from samples import END, byte_pairs
+from samples import END, byte_pairs, without_a_cluster
 
 import trainkit.corpus
 import trainkit.generate
@@ -31,18 +31,6 @@ TEXTS = [
     "It costs 3 € <|endoftext|> or so.",
     "漢字 ünï",
 ]
-
-
-def bytes_and_pairs(path: Path) -> None:
-    """A tokenizer of 256 bytes, of all 65,536 pairs of bytes, and of the end of a text."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in letters for b in letters]
-    ids = [*letters, *(a + b for a, b in pairs), END]
-    vocabulary = {token: id for id, token in enumerate(ids)}
-    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs))
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    found.save(str(path))
 
 
 def changed(path: Path, **changes) -> Path:
@@ -66,18 +54,19 @@ def mine(tmp_path):
     return load_config(tmp_path / "mine.yaml", num_workers=1), theirs
 
 
-def test_a_tokenizer_of_ones_own_from_text_to_text(mine, tutorial, cluster, tmp_path):
+def test_a_tokenizer_of_ones_own_from_text_to_text(
+    mine, tutorial, tmp_path, monkeypatch
+):
+    without_a_cluster(monkeypatch)
     config, theirs = mine
     assert (config.vocab_size, config.token_dtype) == (300, "uint16")
     manifest = tutorial.prepare_dataset(config)
     assert manifest["source"]["tokenizer"] == f"{tmp_path}/mine"
-    trainkit.token_files.check(config)
     texts = [TEXTS[n % 3] * (n + 1) for n in (1, 3, 4, 6)]  # the others are for val
     theirs.encode_special_tokens = True  # what a text says is text
     expected = [[*theirs.encode(text).ids, 0] for text in texts]
-    found = trainkit.token_files.open_tokens(config, "train")
-    assert found.tolist() == sum(expected, [])
-    assert found.tolist().count(0) == len(texts)
+    found = trainkit.token_files.open_tokens(config, "train").tolist()
+    assert found == sum(expected, []) and found.count(0) == len(texts)
 
     model = tutorial.create_model(config)
     (text,) = trainkit.generate.generate(model, ["Some text"], max_new_tokens=4)
@@ -88,16 +77,6 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(mine, tutorial, cluster, tmp_
     assert exported.eos_token_id == 0
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
 
-
-def test_another_tokenizer_is_another_recipe_and_other_tokens(mine, tutorial, tmp_path):
-    config, _ = mine
-    folder, was = (
-        Path(config.data_dir),
-        trainkit.corpus.describe(config, tutorial.tokenize),
-    )
-    folder.mkdir()
-    manifest = {"source": was, "tokens": {}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
     byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS, 290)  # in place
     other = load_config(tmp_path / "mine.yaml", num_workers=1)
     assert other.vocab_size == 290 and other.run_name != config.run_name
@@ -105,36 +84,40 @@ def test_another_tokenizer_is_another_recipe_and_other_tokens(mine, tutorial, tm
         trainkit.corpus.existing(other, tutorial.tokenize)
     gpt2 = load_config(tmp_path / "mine.yaml", tokenizer="gpt2")
     assert gpt2.vocab_size == 50_257 and gpt2.run_name != config.run_name
+    words = r"vocab_size \(289\): expected 290 or more, as tokenizer"
+    with pytest.raises(ValueError, match=words):
+        load_config(tmp_path / "mine.yaml", vocab_size=289)
 
 
-def test_more_tokens_than_sixteen_bits_can_count(small, tutorial, cluster, tmp_path):
-    bytes_and_pairs(tmp_path / "tokenizer.json")
-    for i in range(10):
-        (tmp_path / f"{i}.txt").write_text(f"{i} éa" * 100)
-    config = small(
-        dataset=f"{tmp_path}/*.txt",
-        tokenizer=f"{tmp_path}/tokenizer.json",
-        vocab_size=65_793,
-        val_fraction=0.4,
-        batch_size=2,
-        eval_steps=1,
-    )
+def test_more_tokens_than_sixteen_bits_can_count(
+    small, tutorial, tmp_path, monkeypatch
+):
+    """The end of a text is the last of them, and so stands in the files."""
+    without_a_cluster(monkeypatch)
+    theirs = byte_pairs(tmp_path / "tokenizer.json", TEXTS)
+    model = json.loads(theirs.to_str())["model"]
+    model["vocab"] |= {f"<{id}>": id for id in range(300, 2**16)} | {"[END]": 2**16}
+    changed(tmp_path / "tokenizer.json", model=model)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
+    texts = [f"{i} éa" * 100 for i in range(10)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    options = {"dataset": f"{tmp_path}/*.txt", "vocab_size": 2**16 + 1}
+    options |= {"tokenizer": str(tmp_path), "val_fraction": 0.5, "eval_steps": 1}
+    config = small(**options)
     manifest = tutorial.prepare_dataset(config)
-    assert manifest["source"]["dtype"] == "uint32"
+    assert manifest["source"]["dtype"] == config.token_dtype == "uint32"
     assert tutorial.prepare_dataset(config) == manifest  # they are there
-    tokenizer = trainkit.tokenizers.load(config.tokenizer)
-    texts = [f"{i} éa" * 100 for i in (1, 3, 4, 6, 8, 9)]  # the others are for val
-    ids = [[*tokenizer.encode_ordinary(text), 65_792] for text in texts]
-    found = np.fromfile(tmp_path / config.data_dir / "train.bin", np.uint32)
+    ids = [[*theirs.encode(text).ids, 2**16] for text in texts[1::2]]
+    found = np.fromfile(f"{config.data_dir}/train.bin", np.uint32)
     assert found.tolist() == sum(ids, [])
 
-    mesh = trainkit.sharding.make_mesh(config)
-    state = initial_state(tutorial, config, mesh)
-    numbers = next(trainkit.token_files.window_numbers(config, "train", range(1)))
-    (row,) = tutorial.make_token_dataset(config, "train", numbers).take(1)
-    assert row["tokens"].dtype == np.uint32
-    loss = tutorial.train_step(state, row["tokens"], config)[1]["loss"]
-    assert float(loss) == pytest.approx(np.log(65_793), abs=0.2)
+    state = initial_state(tutorial, config, trainkit.sharding.make_mesh(config))
+    windows = trainkit.token_files.read(config, "train", np.arange(config.batch_size))
+    assert windows.dtype == np.uint32
+    loss = tutorial.train_step(state, windows, config)[1]["loss"]
+    assert float(loss) == pytest.approx(np.log(2**16), abs=0.2)
+    assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"
 
 
 def test_an_encoding_of_tiktoken_goes_out_as_it_is():
@@ -166,11 +149,10 @@ def test_end_of_text_is_what_its_settings_say(tmp_path):
 
 def test_what_is_no_tokenizer_is_named(tmp_path):
     path = tmp_path / "tokenizer.json"
-    for place in (path, tmp_path):  # a file, or a folder that lacks it
-        with pytest.raises(
-            FileNotFoundError, match=f"tokenizer: there is no {path} on"
-        ):
-            trainkit.tokenizers.load(str(place))
+    for name in (str(path), str(tmp_path), "gpt3"):  # a folder that lacks it
+        words = f"tokenizer: '{name}.* is no tokenizer.json on this node.*cl100k_base"
+        with pytest.raises(ConnectionError, match=words):
+            trainkit.tokenizers.load(name)
     path.write_text("{")
     with pytest.raises(ValueError, match=f"tokenizer: {path} can't be read"):
         trainkit.tokenizers.load(str(path))
@@ -178,17 +160,10 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     path.write_text(path.read_text().replace(END, "[x]"))
     with pytest.raises(ValueError, match="no token that ends a text.*as eos_token in"):
         trainkit.tokenizers.load(str(path))
-    with pytest.raises(ConnectionError, match="'gpt3' is no file.*cl100k_base.*gpt2"):
-        trainkit.tokenizers.load("gpt3")
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(mine, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"vocab_size \(299\): expected 300 or more, as tokenizer"
-    ):
-        load_config(tmp_path / "mine.yaml", vocab_size=299)
-    assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"
-    assert TrainingConfig(vocab_size=2**16 + 1).token_dtype == "uint32"
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, END: 1}, "?"))
+    theirs.save(str(path))  # of letters, it knows one
+    with pytest.raises(ValueError, match="^tokenizer: .* can't encode the text that b"):
+        trainkit.tokenizers.load(str(path))
 
 
 FRAME = {
@@ -262,16 +237,6 @@ def test_a_tokenizer_that_changes_texts_is_refused(tmp_path, changes, words):
         trainkit.tokenizers.load(str(path))
 
 
-def test_a_word_without_tokens_is_named(tmp_path):
-    vocabulary = {"a": 0, END: 1}
-    found = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    found.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(
-        ValueError, match="^tokenizer: .* can't encode the text that beg"
-    ):
-        trainkit.tokenizers.load(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     "text",
     ["a" + " " * 10**6 + "b", "\n" * 10**6 + "a", " " * 2_500_000 + "b", "a " * 10**6],
@@ -305,23 +270,21 @@ def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
     assert "ci/offline_vocabulary.py" in line
 
 
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch, has_it):
-    """As `snapshot_download` brings it, which can't be run here."""
+def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
+    """As `snapshot_download` brings it, which can't be run here; later, it is there."""
     asked = []
 
     def download(name, allow_patterns):
         asked.append((name, allow_patterns))
         return str(tmp_path)
 
-    trainkit.tokenizers.download.cache_clear()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    if has_it:
-        byte_pairs(tmp_path / "tokenizer.json", TEXTS)
-        found = trainkit.tokenizers.find_file("someone/tokenizer")
-        assert found == tmp_path / "tokenizer.json"
-    else:
-        with pytest.raises(ConnectionError, match="someone/tokenizer.*hub has no such"):
-            trainkit.tokenizers.find_file("someone/tokenizer")
-    patterns = ["tokenizer.json", "tokenizer_config.json"]
-    assert asked == [("someone/tokenizer", patterns)]
+    with pytest.raises(
+        ConnectionError, match="someone/nothing.*no model of the Hugging"
+    ):
+        trainkit.tokenizers.load("someone/nothing")
+    byte_pairs(tmp_path / "tokenizer.json", TEXTS)
+    for _ in range(2):
+        assert trainkit.tokenizers.load("someone/tokenizer").n_vocab == 300
+    files = ["tokenizer.json", "tokenizer_config.json"]
+    assert asked == [("someone/nothing", files), ("someone/tokenizer", files)]

@@ -6,7 +6,9 @@ one is for validation. A dataset of the hub and the built-in text are read by th
 library and divided as nanoGPT divides them.
 """
 
+import dataclasses
 import errno
+import functools
 import hashlib
 import io
 import itertools
@@ -15,7 +17,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -40,7 +42,6 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hub:"  # before a folder that has the form of a dataset of the hub
 SPLIT_SEED = 2357  # nanoGPT's
 TASK = 2**23  # bytes of text that a task reads, about
-OURS = (ValueError, ConnectionError, FileNotFoundError)  # raised on purpose, in tasks
 
 
 def existing(config, tokenize: Callable) -> dict | None:
@@ -60,15 +61,10 @@ def existing(config, tokenize: Callable) -> dict | None:
     if not (folder / "manifest.json").exists():
         return token_files.check(config)
     manifest = token_files.read_manifest(folder)
-    # What an older version didn't note can't be compared.
-    was = {"dtype": "uint16", "text_column": "text", "max_documents": None}
-    was |= manifest["source"]
-    now = describe(config, tokenize)
-    if first := manifest.get("first"):
-        was["first documents"] = first["tokens"]
-        now["first documents"] = hash_of_tokens(first["texts"], tokenize, config)
+    was = manifest["source"]  # what an older version didn't note can't be compared
+    now = describe(config, tokenize, manifest.get("first documents", []))
     try:
-        now |= versions(config)
+        now |= versions(*find_files(config.dataset)[:2])
     except (ConnectionError, FileNotFoundError) as error:
         print(f"{error}. The tokens in {folder} are used as they are.")
     if others := [key for key in now if key in was and was[key] != now[key]]:
@@ -81,45 +77,27 @@ def existing(config, tokenize: Callable) -> dict | None:
     return manifest
 
 
-def describe(config, tokenize: Callable) -> dict:
-    """What the tokens of `config` are made from and how, but for what the files contain."""
+def describe(config, tokenize: Callable, first: list[str]) -> dict:
+    """What the tokens of `config` are made from and how, but for what the files contain.
+
+    Args:
+        first: the first documents, by whose tokens `tokenize` is known, too.
+    """
     keys = ("dataset", "dataset_config", "text_column", "max_documents", "val_fraction")
-    return {key: getattr(config, key) for key in keys} | {
-        "tokenizer": config.tokenizer,
-        "tokenizer_identity": tokenizers.identity(config.tokenizer),
-        "tokenize": hash_of_tokens(tokenizers.SAMPLES, tokenize, config),
-        "dtype": config.token_dtype,
-    }
-
-
-def hash_of_tokens(texts: Sequence[str], tokenize: Callable, config) -> str:
-    """What tells the tokens that `tokenize` makes of some texts from others."""
     hashed = hashlib.blake2b(digest_size=8)
-    for text in texts:
+    for text in (*tokenizers.SAMPLES, *first):
         rows = {"text": np.array([text], object), "split": np.array([""])}
         try:
             found = [bytes(document) for document in tokenize(rows, config)["tokens"]]
         except Exception as error:  # it may know fewer characters than `SAMPLES` have
             found = type(error).__name__
         hashed.update(repr(found).encode())
-    return hashed.hexdigest()
-
-
-def versions(config) -> dict:
-    """How many files there are, and what tells them from others; nothing if there are none.
-
-    Raises:
-        ConnectionError, FileNotFoundError, ValueError: as `find_files` does.
-    """
-    version = token_files.file_digest
-    if in_files(config.dataset):
-        system, files, _ = find_files(config.dataset)
-        version = version if isinstance(system, LocalFileSystem) else system.ukey
-    else:
-        folder = Path(config.dataset.removeprefix(HUB))  # if it is one
-        files = sorted(path for path in folder.rglob("[!.]*") if path.is_file())
-    contents = "".join(str(version(file)) for file in files).encode()
-    return {"files": len(files), "digest": zlib.crc32(contents)} if files else {}
+    return {key: getattr(config, key) for key in keys} | {
+        "tokenizer": config.tokenizer,
+        "tokenizer_identity": tokenizers.identity(config.tokenizer),
+        "what tokenize does": hashed.hexdigest(),
+        "dtype": config.token_dtype,
+    }
 
 
 def read(config) -> ray.data.Dataset:
@@ -132,6 +110,7 @@ def read(config) -> ray.data.Dataset:
         FileNotFoundError, ConnectionError, ValueError: there are none, or not as text. What
             is wrong in a file, the task says that reads it.
     """
+    column = config.text_column
     if in_files(config.dataset):
         if config.dataset_config:
             raise ValueError("dataset_config: only a dataset of the hub has one")
@@ -139,19 +118,17 @@ def read(config) -> ray.data.Dataset:
         if left_out:
             names = ", ".join(left_out[:3])
             print(f"dataset: left out, as names with . or _: {len(left_out)}, {names}")
-        column = config.text_column
 
         def read_files(rows: dict[str, np.ndarray]) -> Iterator[pa.Table]:
             for file in rows["item"]:
                 texts, count = texts_in(system, file, column), 0
-                part = [*itertools.islice(texts, 100)]
-                while part:
+                after = [*itertools.islice(texts, 100)]
+                while part := after:
                     after = [*itertools.islice(texts, 100)]
                     count, split = count + len(part), [""] * len(part)
                     if not after:
                         split[-1] = f"{count} documents in {file}"
                     yield pa.table({"text": part, "split": split})
-                    part = after
 
         blocks = min(math.ceil(sum(files.values()) / TASK) or 1, len(files))
         names = ray.data.from_items([*files], override_num_blocks=blocks)
@@ -159,13 +136,13 @@ def read(config) -> ray.data.Dataset:
         found = names.map_batches(read_files, batch_size=None, num_cpus=0.5)
         found.context.target_max_block_size = TASK
         return found.limit(config.max_documents) if config.max_documents else found
-    parts = split(load(config), config)
+    parts = load(config)
     documents = datasets.concatenate_datasets([*parts.values()])
     shared, names = ray.put(documents), [*parts]  # of files, a description
     n_first = len(parts[names[0]])
 
     def fetch(rows: dict[str, np.ndarray]) -> pa.Table:
-        texts = ray.get(shared)[rows["id"][0] : rows["id"][-1] + 1]["text"]
+        texts = ray.get(shared)[rows["id"][0] : rows["id"][-1] + 1][column]
         split = np.where(rows["id"] < n_first, names[0], names[-1])
         return pa.table({"text": texts, "split": split.tolist()})
 
@@ -180,10 +157,9 @@ def texts_in(system, path: str, column: str) -> Iterator[str]:
     Raises:
         ValueError: with the place, what was found there, and what was expected.
     """
-    kind, count = kind_of(path), 0
+    (kind, codec), count = kind_of(path), 0
     try:
         with system.open(path, "rb") as file:
-            codec = CODECS.get(Path(without_query(path)).suffix)
             for row in rows_in(pa.input_stream(file, codec), kind, column):
                 if not isinstance(row, dict):
                     raise TypeError(f"found {row!r:.60}")
@@ -225,7 +201,7 @@ def in_files(name: str) -> bool:
     """Whether a dataset is in files; other names, but for "builtin", are of the hub."""
     if name == "builtin" or name.startswith(HUB):
         return False
-    is_path = re.search(r"[*?\[]|^\.{0,2}/|://", name) or kind_of(name) in FORMATS
+    is_path = re.search(r"[*?\[]|^\.{0,2}/|://", name) or kind_of(name)[0] in FORMATS
     return bool(is_path) or os.path.exists(name)
 
 
@@ -238,7 +214,7 @@ class LinksFollowed(LocalFileSystem):
         place = found["name"]
         if os.path.isfile(place):
             found["type"] = "file"
-        elif found["islink"] and os.path.isdir(place):
+        elif os.path.isdir(place):
             inside = os.path.realpath(os.path.dirname(place)) + "/"
             if not inside.startswith(os.path.realpath(place) + "/"):
                 found["type"] = "directory"
@@ -248,6 +224,8 @@ class LinksFollowed(LocalFileSystem):
 def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
     """The files of that name: one, those that match a pattern, or all that a folder has.
 
+    Of a name of the hub, they are those of the folder, if it is one.
+
     Returns:
         Their file system, their sizes by path, sorted, and what is left out: files that begin
         with . or _, or lie in such folders below the one that is named, as `_SUCCESS`.
@@ -255,12 +233,15 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
     Raises:
         ConnectionError, FileNotFoundError, ValueError: there are none that can be read.
     """
+    system, path = LocalFileSystem(), os.path.abspath(name)
+    if not in_files(name):
+        paths = Path(name.removeprefix(HUB)).rglob("[!.]*")
+        return system, {str(path): 0 for path in sorted(paths) if path.is_file()}, []
     try:
-        system, path = LinksFollowed(skip_instance_cache=True), os.path.abspath(name)
         if "://" in name:
             system, path = fsspec.core.url_to_fs(name)
-            if isinstance(system, LocalFileSystem):
-                system = LinksFollowed()
+        if isinstance(system, LocalFileSystem):
+            system = LinksFollowed()
         system.invalidate_cache()
         above = path
         if system.isfile(path):  # whatever else the name matches
@@ -286,7 +267,7 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
                 f"dataset: {name} names {file!r}, which can't be read: a link that leads "
                 "nowhere or back, no file, or a name that isn't UTF-8. Mend it, or move it"
             )
-    kinds = {kind_of(file): file for file in files}
+    kinds = {kind_of(file)[0]: file for file in files}
     if len(kinds) > 1 or kinds.keys() - FORMATS.keys():
         raise ValueError(
             f"dataset: {name} names files that end in {', '.join(sorted(kinds))}, such as "
@@ -296,32 +277,30 @@ def find_files(name: str) -> tuple[fsspec.AbstractFileSystem, dict, list[str]]:
     return system, files, hidden
 
 
-def kind_of(file: str) -> str:
-    """How a file's name ends, less what says that it is compressed."""
-    name = without_query(file).removesuffix(".gz").removesuffix(".zst")
-    return Path(name).suffix.lower()
-
-
-def without_query(file: str) -> str:
-    """The path or address of a file, less what follows a question mark in an address."""
-    is_address = file.startswith(("http://", "https://"))
-    return file.partition("?")[0] if is_address else file
+def kind_of(file: str) -> tuple[str, str | None]:
+    """How a file's name ends and what it is compressed by; an address may have a query."""
+    if file.startswith(("http://", "https://")):
+        file = file.partition("?")[0]
+    path = Path(file)
+    codec = CODECS.get(path.suffix)
+    return Path(path.stem if codec else file).suffix.lower(), codec
 
 
 def load(config) -> dict[str, datasets.Dataset]:
-    """The documents of the hub or, built in, Python's help pages, in a column `text`.
+    """The documents of the hub or, built in, Python's help pages: "train" and "val".
 
-    There is one split, "train"; a dataset of the hub may have a "validation", too.
+    A dataset that has no split named "validation" is divided as nanoGPT divides it, unless it
+    has too few documents for that: these are left to `write`, under the name "".
 
     Raises:
         ConnectionError, ValueError: there are none, or not as text.
     """
     if config.dataset == "builtin":
-        splits = {"train": datasets.Dataset.from_dict({"text": help_pages()})}
+        splits = [datasets.Dataset.from_dict({"text": help_pages()})]
     else:
         splits = load_from_hub(config)
-    column, most, parts = config.text_column, config.max_documents, {}
-    for name, documents in splits.items():
+    column, parts = config.text_column, []
+    for documents in splits:
         kind = getattr(documents.features.get(column), "dtype", None)
         strings = kind in ("string", "large_string")
         if not strings or documents.data.column(column).null_count:
@@ -329,10 +308,14 @@ def load(config) -> dict[str, datasets.Dataset]:
                 f"text_column: expected a column {column!r} of strings, without gaps, in "
                 f"{config.dataset}, found {documents.features}"
             )
-        documents = documents.select_columns([column]).take(most or 2**63 - 1)
-        same = column == "text"
-        parts[name] = documents if same else documents.rename_column(column, "text")
-    return parts
+        documents = documents.select_columns([column])
+        parts.append(documents.take(config.max_documents or len(documents)))
+    if len(parts) == 1:
+        (documents,), fraction = parts, config.val_fraction
+        if math.ceil(fraction * len(documents)) >= len(documents):
+            return {"": documents}
+        parts = documents.train_test_split(fraction, seed=SPLIT_SEED).values()
+    return dict(zip(("train", "val"), parts))
 
 
 def help_pages() -> list[str]:
@@ -346,8 +329,8 @@ def help_pages() -> list[str]:
     return [page for page in pages if page]
 
 
-def load_from_hub(config) -> dict[str, datasets.Dataset]:
-    """The splits of a dataset of the Hugging Face hub, or of a folder in that form.
+def load_from_hub(config) -> list[datasets.Dataset]:
+    """A dataset of the Hugging Face hub, or of a folder in that form: "train", "validation".
 
     With `max_documents`, no more is downloaded than the files in which these stand.
 
@@ -357,24 +340,21 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     name, most = config.dataset.removeprefix(HUB), config.max_documents
     cache = f"{config.data_dir}-download"  # which every node sees
     options = {"name": config.dataset_config, "streaming": bool(most)}
-    options["cache_dir"] = cache
     try:
         if re.search(r"[*?\[\]]", name):
             raise ValueError("the datasets library takes such a name for a pattern")
         names = datasets.get_dataset_split_names(name, config.dataset_config)
-        parts = {}
-        for split in [s for s in ("train", "validation") if s in names]:
-            found = datasets.load_dataset(name, split=split, **options)
-            if most:  # `found.take` would open the next file, too
-                found = datasets.Dataset.from_generator(
-                    iter_rows,
-                    gen_kwargs={"stream": found, "most": most},
-                    features=found.features,
-                    cache_dir=cache,
-                )
-            parts[split] = found
-        if "train" not in parts:
+        if "train" not in names:
             raise ValueError(f"it has the splits {names}, and none is named 'train'")
+        parts = []
+        for split in [s for s in ("train", "validation") if s in names]:
+            found = datasets.load_dataset(name, split=split, cache_dir=cache, **options)
+            if most:  # `found.take` would open the next file, too
+                rows = functools.partial(itertools.islice, found, most)
+                found = datasets.Dataset.from_generator(
+                    rows, features=found.features, cache_dir=cache
+                )
+            parts.append(found)
     except Exception as error:  # of many kinds
         raise ConnectionError(
             f"dataset: cannot load {name!r} from the Hugging Face hub ({error}). Check "
@@ -385,35 +365,13 @@ def load_from_hub(config) -> dict[str, datasets.Dataset]:
     return parts
 
 
-def iter_rows(stream: datasets.IterableDataset, most: int) -> Iterator[dict]:
-    """The first rows of a stream, by a name by which the cache knows them."""
-    return itertools.islice(stream, most)
-
-
-def split(splits: dict[str, datasets.Dataset], config) -> dict[str, datasets.Dataset]:
-    """The documents to train on, "train", and to validate with, "val".
-
-    A dataset that has no split named "validation" is divided as nanoGPT divides it, unless it
-    has too few documents for that: these are left to `write`, under the name "".
-    """
-    documents = splits["train"]
-    if "validation" in splits:
-        return {"train": documents, "val": splits["validation"]}
-    if math.ceil(config.val_fraction * len(documents)) >= len(documents):
-        return {"": documents}
-    parts = documents.train_test_split(
-        test_size=config.val_fraction, seed=SPLIT_SEED, shuffle=True
-    )
-    return {"train": parts["train"], "val": parts["test"]}
-
-
-def first_documents(config) -> list[str]:
-    """The beginnings of the first hundred documents."""
-    if in_files(config.dataset):
-        system, files, _ = find_files(config.dataset)
-        texts = (texts_in(system, file, config.text_column) for file in files)
-        return [x[:1_000] for x in itertools.islice(itertools.chain(*texts), 100)]
-    return [text[:1_000] for text in load(config)["train"][:100]["text"]]
+def versions(system: fsspec.AbstractFileSystem, files: Iterable[str]) -> dict:
+    """How many files there are, and what tells them from others; nothing if there are none."""
+    local = isinstance(system, LocalFileSystem)
+    version = token_files.file_digest if local else system.ukey
+    contents = [str(version(file)) for file in files]
+    digest = zlib.crc32("".join(contents).encode())
+    return {"files": len(contents), "digest": digest} if contents else {}
 
 
 def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
@@ -429,34 +387,44 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
         ValueError: one of the splits has no documents, a document of a file is missing, the
             tokenizer changes texts, or as `token_files.check` says.
     """
-    source = describe(config, tokenize) | versions(config)
-    texts = first_documents(config)
-    tokenizers.check(tokenizers.load(config.tokenizer), texts, config.tokenizer)
-    first = {"texts": texts, "tokens": hash_of_tokens(texts, tokenize, config)}
+    column, (system, files, _) = config.text_column, find_files(config.dataset)
+    source = versions(system, files)
+    if in_files(config.dataset):
+        texts = itertools.chain(*(texts_in(system, file, column) for file in files))
+    else:
+        few = config.max_documents and min(config.max_documents, 100)  # not all again
+        parts = load(dataclasses.replace(config, max_documents=few))
+        files, texts = {}, next(iter(parts.values()))[column]
+    first = [text[:1_000] for text in itertools.islice(texts, 100)]
+    tokenizers.check(tokenizers.load(config.tokenizer), first, config.tokenizer)
+    source |= describe(config, tokenize, first)
     with token_files.new_folder(config) as folder:
         try:
-            found = write_tokens(config, folder, tokenized)
+            found = write_tokens(config, folder, tokenized, [*files])
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise OSError(
-                errno.ENOSPC,
-                f"data_dir: the disk of {folder.parent} has no room for the tokens. Make "
-                "some, or set data_dir to another disk",
-            ) from error
-        manifest = {"source": source} | found | {"first": first}
+            if error.errno == errno.ENOSPC:
+                error.strerror = (
+                    f"data_dir: the disk of {folder.parent} has no room for the tokens. "
+                    "Make some, or set data_dir to another disk"
+                )
+            raise
+        manifest = {"source": source} | found | {"first documents": first}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
     token_files.check(config)
     return manifest
 
 
-def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
+def write_tokens(
+    config, folder: Path, tokenized: ray.data.Dataset, names: list[str]
+) -> dict:
     """Write train.bin and val.bin; return what is in them: documents, tokens, files.
 
     Of a single document, the end is for validation.
+
+    Args:
+        names: the files that the documents are from; none, of another dataset.
     """
     size, fraction = np.dtype(config.token_dtype).itemsize, config.val_fraction
-    names = [*find_files(config.dataset)[1]] if in_files(config.dataset) else []
     files, documents, since, names_left = {}, 0, 0, iter(names)
     with (
         (folder / "train.bin").open("wb") as train,
@@ -497,7 +465,7 @@ def write_tokens(config, folder: Path, tokenized: ray.data.Dataset) -> dict:
     absent = [file for file in names if file not in files]
     if config.max_documents:  # which may end within a file
         files |= {file: since for file in absent[: bool(since)]}
-    elif lost := [file for file in absent if since or kind_of(file) != ".parquet"]:
+    elif lost := [file for file in absent if since or kind_of(file)[0] != ".parquet"]:
         raise ValueError(f"dataset: of {lost[0]}, no document arrived, or not all")
     return {"documents": documents, "tokens": tokens, "files": files}
 
@@ -506,7 +474,7 @@ def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
     """The split and the tokens of each document, in order however the tasks finish.
 
     Raises:
-        ValueError, ConnectionError, FileNotFoundError: what a task of ours found wrong.
+        ValueError, ConnectionError: what a task of ours found wrong.
     """
     tokenized.context.enable_progress_bars = False
     tokenized.context.execution_options.preserve_order = True
@@ -514,10 +482,10 @@ def documents_in(tokenized: ray.data.Dataset) -> Iterator[tuple[str, bytes]]:
         for rows in tokenized.iter_batches(batch_size=None):
             yield from zip(rows["split"], rows["tokens"])
     except ray.exceptions.RayTaskError as error:  # which has the task's error as text
-        kinds = {kind.__name__: kind for kind in OURS}
-        ours = rf"({'|'.join(kinds)}): ((?:dataset|text_column|tokenizer): .*)"
-        if found := re.search(ours, str(error)):
-            raise kinds[found[1]](found[2]) from error
+        for kind in (ValueError, ConnectionError):  # raised on purpose
+            ours = rf"{kind.__name__}: ((?:dataset|tokenizer): .*)"
+            if found := re.search(ours, str(error)):
+                raise kind(found[1]) from error
         raise
 
 

@@ -27,12 +27,11 @@ from trainkit import tokenizers
 WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
-BEGINNINGS = {  # of other files
-    b"\x93NUMPY": "a file of numpy.save: write the array with tofile",
-    b"\x88\xd8\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
-    b"\xa1\xd9\x34\x01": "a file of llm.c: leave out its first 1,024 bytes",
-    b"PK": "a zip archive",
-    b"\x1f\x8b": "a gzip archive",
+OTHERS = {  # what other files begin with
+    rb"\x93NUMPY": "a file of numpy.save: write the array with tofile",
+    rb"\x88\xd8\x34\x01|\xa1\xd9\x34\x01": "llm.c's: leave out its first 1,024 bytes",
+    rb"PK|\x1f\x8b": "an archive of zip or gzip",
+    rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
 }
 
 
@@ -180,9 +179,7 @@ def check(config) -> dict:
             last = tokenizers.load(config.tokenizer).n_vocab - 1
         else:
             check_format(path, config)
-            chunks = range(0, len(tokens), 2**26)
-            largest = (int(tokens[start : start + 2**26].max()) for start in chunks)
-            last = max(last, *largest)
+            last = max(last, int(tokens.max()))
         if last >= config.vocab_size or not ours and last < config.vocab_size // 64:
             raise ValueError(
                 f"{path} may hold token ids up to {last}, but vocab_size is "
@@ -216,12 +213,9 @@ def check_format(path: Path, config) -> None:
         ValueError: with what it seems to be, and what to do.
     """
     start, dtype = np.fromfile(path, np.uint16, 2**16), config.token_dtype
-    data = start.tobytes()
-    found = [kind for bytes, kind in BEGINNINGS.items() if data.startswith(bytes)]
+    found = [kind for other, kind in OTHERS.items() if re.match(other, start.tobytes())]
     if dtype == "uint16" and start[1::2].max() < 16 <= start[::2].max():
         found = ["four or more bytes a token: np.fromfile(path, np.uint32) reads it"]
-    if data.isascii() and not re.search(rb"[\0-\x08]", data):
-        found = ["text: set dataset to it, and data_dir to another folder"]
     for other in ("meta.pkl", "train.idx", "train_index.bin"):
         if path.with_name(other).exists():
             found = [f"tokens of another program, which left {other} beside them"]
@@ -313,7 +307,7 @@ def read(config, split: str, numbers: np.ndarray) -> np.ndarray:
     return tokens.reshape(*numbers.shape, T + 1)
 
 
-def is_running(process: int | str) -> bool:
+def is_running(process: str) -> bool:
     """Whether this machine has a process of that number; of what is no number, perhaps."""
     try:
         os.kill(int(process), 0)

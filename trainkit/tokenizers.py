@@ -123,15 +123,19 @@ def load(name: str) -> Encoding | HuggingFaceTokenizer:
 
     Raises:
         ConnectionError: it isn't there, and can't be fetched.
-        FileNotFoundError, ValueError: there is none, it can't be read, or it changes texts.
+        ValueError: it can't be read, or it changes texts.
     """
+    path = Path(name)
     if name in tiktoken.list_encoding_names():
         return open_encoding(name)
-    path = find_file(name)
+    if name == BUILTIN:
+        path = Path(__file__).with_name("builtin_tokenizer.json")
+    elif path.is_dir():
+        path /= "tokenizer.json"
+    path = path if path.is_file() else download(name)
     files = (path, path.with_name("tokenizer_config.json"))
-    return open_file(
-        path, *(file.exists() and file.stat().st_mtime_ns for file in files)
-    )
+    times = (file.exists() and file.stat().st_mtime_ns for file in files)
+    return open_file(path, *times)
 
 
 @functools.cache
@@ -184,29 +188,9 @@ def identity(name: str) -> str:
     return f"{tokenizer.n_vocab} tokens, {tokenizer.eot_token} ends a text, {digest}"
 
 
-def find_file(name: str) -> Path:
-    """The tokenizer.json that `name` means.
-
-    Raises:
-        FileNotFoundError, ConnectionError: there is none.
-    """
-    if name == BUILTIN:
-        return Path(__file__).with_name("builtin_tokenizer.json")
-    path = Path(name)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_file():
-        return path
-    if path.is_absolute():
-        raise FileNotFoundError(
-            f"tokenizer: there is no {path} on this node; expected a tokenizer.json, or a "
-            "folder with one, on storage that all nodes share"
-        )
-    return download(name)
-
-
 @functools.cache
 def download(name: str) -> Path:
-    """The tokenizer.json of a model on the hub; raises as `find_file` does."""
+    """The tokenizer.json of a model on the hub; raises ConnectionError if there is none."""
     from huggingface_hub import snapshot_download  # slow, and needed here only
 
     try:
@@ -216,7 +200,8 @@ def download(name: str) -> Path:
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(tiktoken.list_encoding_names()))
         raise ConnectionError(
-            f"tokenizer: {name!r} is no file or folder, no encoding of tiktoken ({known}), "
-            f"and the Hugging Face hub has no such tokenizer.json ({error!s:.300})"
+            f"tokenizer: {name!r} is no tokenizer.json on this node, no folder with one, no "
+            f"encoding of tiktoken ({known}), and no model of the Hugging Face hub that has "
+            f"one ({error!s:.300}). If it is a file, every node must see it"
         ) from error
     return path
