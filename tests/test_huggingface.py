@@ -116,11 +116,6 @@ def stray(folder, tensors):
     save_file({"wte.weight": np.zeros(3, np.float32)}, folder / "old.safetensors")
 
 
-def as_float16(folder, tensors):
-    half = {name: value.astype(np.float16) for name, value in tensors.items()}
-    save_file(half, folder / "model.safetensors")
-
-
 def with_masks(folder, tensors):
     """As in OpenAI's own files on the hub, whose names have no prefix."""
     plain = {k.removeprefix("transformer."): v for k, v in tensors.items()}
@@ -146,24 +141,21 @@ def in_shards(folder, tensors):
     index.write_text(json.dumps({"weight_map": where}))
 
 
-@pytest.mark.parametrize(
-    "change", [stray, as_float16, with_masks, with_a_tied_head, in_shards]
-)
+@pytest.mark.parametrize("change", [stray, with_masks, with_a_tied_head, in_shards])
 def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
     theirs, folder = peer(ODD)
     change(folder, load_file(folder / "model.safetensors"))
     model = ours(tutorial, small, folder)
     tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
-    if change is as_float16:
-        theirs = theirs.half().float()
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(model(tokens), expected, atol=2e-6)
 
 
-def test_bfloat16_is_read_as_it_is(tutorial, small, peer):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_are_read_as_they_are(tutorial, small, peer, dtype):
     theirs, folder = peer(ODD)
-    theirs.bfloat16().save_pretrained(folder)
+    theirs.to(dtype).save_pretrained(folder)
     found = ours(tutorial, small, folder).wte.embedding[...][: ODD["vocab_size"]]
     expected = theirs.transformer.wte.weight.float().detach().numpy()
     np.testing.assert_array_equal(found, expected)
@@ -196,19 +188,9 @@ def a_shard_less(folder, tensors):
     (folder / "b.safetensors").unlink()
 
 
-def an_index_that_is_damaged(folder, tensors):
-    in_shards(folder, tensors)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-
-
 def a_shard_that_is_another(folder, tensors):
     in_shards(folder, tensors)
     save_file({WTE: tensors[WTE]}, folder / "a.safetensors")
-
-
-def cut_off(folder, tensors):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 def without_weights(folder, tensors):
@@ -243,14 +225,12 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
         (edit(**{"wte.weight": np.zeros((1237, 80))}), "has wte.weight twice"),
         (
             edit(**{WTE: np.zeros((1237, 80), np.int8)}),
-            "has wte.weight as I8; expected",
+            "has wte.weight as int8; expected",
         ),
         (both_forms, f"{BOTH} both"),
         (without_weights, f"{BOTH} neither"),
         (a_shard_less, "b.safetensors can't be read"),
         (a_shard_that_is_another, "b.safetensors has wte.weight twice"),
-        (an_index_that_is_damaged, "index.json can't be read"),
-        (cut_off, "model.safetensors can't be read .* cut off"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -313,11 +293,6 @@ def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
         ValueError, match="init_from: .*config.json can't be read .*n_lay"
     ):
         trainkit.huggingface.published_shape(str(tmp_path))
-
-
-def test_folder_that_is_not_there():
-    with pytest.raises(ConnectionError, match="init_from: '/none/gpt2' is no folder"):
-        trainkit.huggingface.published_shape("/none/gpt2")
 
 
 def test_finetune_file_takes_its_shape_from_the_weights(peer):
