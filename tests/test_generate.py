@@ -142,8 +142,6 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
     write = partial(generate, NextToken(tokenizer="letters"), temperature=0)
     assert write(["ef", "a"], max_new_tokens=4) == ["efghij", "abcde"]
     assert write(["ab", "i"], max_new_tokens=6) == ["abcdefgh", "ij"]
-    with pytest.raises(ValueError, match="expected a list of strings, found 'ab'"):
-        write("ab")
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Words())
     assert write(["e"], max_new_tokens=2) == ["e f g"]
 
@@ -156,19 +154,15 @@ def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"prompts": []}, "prompts: expected at least one"),
         ({"prompts": [[1, 11]]}, "prompt 0.*0 to 10.*11"),
         ({"prompts": [[1], [-1]]}, "prompt 1.*-1"),
         ({"prompts": [[]]}, "found none"),
-        ({"temperature": -0.1}, r"temperature \(-0.1\) must be 0 or"),
         ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, r"top_k \(0\)"),
-        ({"top_k": 1.5}, r"top_k \(1.5\)"),
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be between 1 and 15,"),
         ({"max_new_tokens": 16}, "max_new_tokens"),
     ],
 )
 def test_what_is_out_of_its_range_is_refused(options, words):
+    """And what test_bad_input.py has."""
     with pytest.raises(ValueError, match=words):
         continue_next(**{"prompts": [[1]]} | options)

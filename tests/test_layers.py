@@ -162,12 +162,6 @@ def test_loss_and_gradients_are_pytorchs(dtype, near, chunks):
     assert not gradients[0][7:].any()
 
 
-def test_loss_is_in_one_part_unless_it_is_told():
-    features, targets = jnp.ones((1, 5, 2)), np.zeros((1, 5), int)  # 5 is prime
-    loss = cross_entropy(jnp.zeros((3, 2)), features, targets, 3)
-    assert float(loss) == pytest.approx(math.log(3))
-
-
 def test_the_loss_scatters_nothing_and_has_one_parts_logits():
     """Comparing with the target instead of scattering is much faster on accelerators."""
     gradients = jax.jit(jax.grad(cross_entropy, (0, 1)), static_argnums=(3, 4))

@@ -19,14 +19,9 @@ def run(*command: str) -> str:
     # for its logs, which any Ray cluster of the machine would show as those of its workers.
     with tempfile.TemporaryDirectory() as folder:
         own = {"TMPDIR": folder, "TPU_LOG_DIR": folder, "JAX_PLATFORMS": "cpu"}
-        result = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
+        settings = {"cwd": ROOT, "env": os.environ | own, "timeout": 1200}
+        command = [sys.executable, *command]
+        result = subprocess.run(command, capture_output=True, text=True, **settings)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -47,6 +42,11 @@ def test_gpt2_124m_compiles_for_a_v6e_slice():
     assert report["kernels"] == 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}
+
+
+@pytest.mark.extra
+def test_stories_compile_for_a_v6e_slice():
+    assert compile_for_tpu("stories-tpu-v6e.yaml")["total_gib"] < 31.25
 
 
 @pytest.mark.extra
