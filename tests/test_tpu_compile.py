@@ -54,7 +54,9 @@ def test_gpt2_xl_compiles_for_a_v6e_slice():
     """All of its 48 layers, which takes four minutes."""
     report = compile_for_tpu("gpt2-xl.yaml")
     assert report["parameters"] == 1_557_611_200
-    assert report["total_gib"] < 31.25
+    assert (
+        report["total_gib"] < 11
+    )  # 9.5 when written, with a layer's parameters at a time
     # In one loop: forward, and forward again and backward.
     assert report["kernels"] == 3
     # Parameters come from the chips that keep them; only scalars and sums are reduced.
