@@ -11,13 +11,6 @@ import trainkit.huggingface
 import trainkit.sharding
 
 ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
-SMALL = {
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "block_size": 1024,
-    "vocab_size": 50_257,
-}
 
 
 def make_peer(shape: dict, folder: Path) -> transformers.GPT2LMHeadModel:

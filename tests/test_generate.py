@@ -55,9 +55,7 @@ def test_an_end_ends_an_answer_and_none_inside_a_prompt():
     assert found == [[8, 9, 10, 0], [8, 9, 10, 0], [2, 3, 4, 5], [7]]
     assert continue_next([[4]], end_of_text=8) == [[5, 6, 7, 8]]
     assert continue_next([[4]]) == [[5, 6, 7, 8]]
-
-
-def test_answers_do_not_depend_on_the_other_prompts():
+    # Answers don't depend on the other prompts.
     prompts = [[1], [2, 3, 4, 5, 6], [7, 8]]
     together = continue_next(prompts)
     assert together == [[2, 3, 4, 5], [7, 8, 9, 10], [9, 10, 0, 1]]
@@ -72,10 +70,8 @@ def test_prompts_keep_as_much_as_there_is_room_for(capsys):
     assert continue_next([[5, *longest], [3]]) == [[1, 2, 3, 4], [4, 5, 6, 7]]
     said = capsys.readouterr().out
     assert said == "prompt 0: kept the last 12 of 13 tokens\n"
-    config = ModelConfig(block_size=5, vocab_size=5)
-    tokens, lengths = trainkit.generate.pad_prompts([[1, 2, 3], [4]], 2, config)
-    assert tokens.tolist() == [[2, 3, 0, 0, 0], [4, 0, 0, 0, 0]]
-    assert tokens.dtype == np.int32 and lengths.tolist() == [2, 1]
+    most = continue_next([[1]], max_new_tokens=15)  # with room for one token
+    assert most == [[n % 11 for n in range(2, 17)]]
 
 
 def test_defaults():
@@ -146,10 +142,6 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
     write = partial(generate, NextToken(tokenizer="letters"), temperature=0)
     assert write(["ef", "a"], max_new_tokens=4) == ["efghij", "abcde"]
     assert write(["ab", "i"], max_new_tokens=6) == ["abcdefgh", "ij"]
-    with pytest.raises(ValueError, match="expected a list of strings, found 'ab'"):
-        write("ab")
-    with pytest.raises(ValueError, match="12 tokens, .*letters, 11.*generate_tokens"):
-        generate(NextToken(tokenizer="letters", vocab_size=12), ["ab"])
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Words())
     assert write(["e"], max_new_tokens=2) == ["e f g"]
 
@@ -162,24 +154,15 @@ def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"prompts": []}, "prompts: expected at least one"),
         ({"prompts": [[1, 11]]}, "prompt 0.*0 to 10.*11"),
         ({"prompts": [[1], [-1]]}, "prompt 1.*-1"),
         ({"prompts": [[]]}, "found none"),
-        ({"temperature": -0.1}, r"temperature \(-0.1\) must be 0 or"),
         ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": 0}, r"top_k \(0\)"),
-        ({"top_k": 1.5}, r"top_k \(1.5\)"),
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be between 1 and 15,"),
         ({"max_new_tokens": 16}, "max_new_tokens"),
     ],
 )
 def test_what_is_out_of_its_range_is_refused(options, words):
+    """And what test_bad_input.py has."""
     with pytest.raises(ValueError, match=words):
         continue_next(**{"prompts": [[1]]} | options)
-
-
-def test_the_longest_answer_leaves_room_for_one_token():
-    longest = generate_tokens(NextToken(), [[1]], max_new_tokens=15, top_k=1)
-    assert longest == [[n % 11 for n in range(2, 17)]]

@@ -1,7 +1,5 @@
 """The real train step, compiled for GPUs that are not there."""
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,33 +8,22 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extra
 ROOT = Path(__file__).resolve().parent.parent
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-has_plugin = any(importlib.util.find_spec(name) for name in PLUGINS)
-needs_plugin = pytest.mark.skipif(
-    not has_plugin,
-    reason="JAX's CUDA plugin, which compiles for GPUs, is not installed: "
-    f"pip install 'jax[cuda12]=={importlib.metadata.version('jax')}'",
-)
-
-
-def compile_for_gpu(*options: str) -> subprocess.CompletedProcess:
-    """`benchmarks/gpu_compile.py` in a process of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, "benchmarks/gpu_compile.py", *options, "--json"]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
-    )
 
 
 def report_on(config: str, *options: str) -> dict:
-    result = compile_for_gpu(f"configs/{config}", *options)
+    """What `benchmarks/gpu_compile.py` says, in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    script = [sys.executable, "benchmarks/gpu_compile.py", f"configs/{config}"]
+    settings = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    result = subprocess.run([*script, *options, "--json"], timeout=1800, **settings)
+    if "pip install 'jax[cuda12]" in result.stderr:
+        pytest.skip(result.stderr)  # JAX's CUDA plugin brings the compiler
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.extra
-@needs_plugin
 def test_gpt2_124m_for_an_h200():
     """32 windows at once: what the program moves, and what must not come back."""
     report = report_on("gpt2-124m.yaml", "batch_size=32")
@@ -53,8 +40,6 @@ def test_gpt2_124m_for_an_h200():
     assert report["collectives"] == []
 
 
-@pytest.mark.extra
-@needs_plugin
 def test_gradients_meet_once_a_step_on_eight_gpus():
     report = report_on("gpt2-124m.yaml", "--gpus=8")
     sums = report["collectives"]
@@ -66,17 +51,30 @@ def test_gradients_meet_once_a_step_on_eight_gpus():
     assert sum(c["bytes"] for c in sums) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.extra
-@needs_plugin
+FINETUNE = "gpt2-finetune.yaml init_from=scratch platform=gpu num_workers=1"
+
+
+@pytest.mark.parametrize(
+    "run, gpu, parameters, room",
+    [
+        ("stories.yaml num_workers=4", "a10g", 124_439_808, 16.5),
+        (FINETUNE, "a10g", 124_439_808, 16.5),
+        ("gpt2-7b-gpu.yaml", "h100", 6_658_404_352, 60),
+    ],
+)
+def test_each_configuration_fits_its_gpu(run, gpu, parameters, room):
+    """In the three quarters of a GPU's GiB that JAX takes at once."""
+    report = report_on(*run.split(), f"--gpu={gpu}")
+    assert report["parameters"] == parameters
+    assert report["attention_kernels"] and report["total_gib"] < room
+    if "7b" in run:  # a GPU holds a part, and no matrix is summed whole
+        assert report["state_gib"] < 12 * parameters / 32 / 2**30 + 0.1
+        sums = [c for c in report["collectives"] if c["kind"] == "all-reduce"]
+        assert sum(c["bytes"] for c in sums) < 2**24
+
+
 def test_fsdp_scatters_the_sums_on_eight_gpus():
     report = report_on("gpt2-124m.yaml", "--gpus=8", "fsdp=8")
     assert not any(c["in_loop"] for c in report["collectives"])
     kinds = {c["kind"] for c in report["collectives"] if c["bytes"] >= 2**20}
     assert kinds == {"all-gather", "reduce-scatter"}  # no matrix is summed whole
-
-
-@pytest.mark.skipif(has_plugin, reason="it is installed")
-def test_without_the_plugin_it_says_what_to_install():
-    result = compile_for_gpu("configs/gpt2-124m.yaml")
-    assert result.returncode == 1
-    assert "pip install 'jax[cuda12]" in result.stderr

@@ -16,7 +16,7 @@ import torch
 import transformers
 from conftest import WITH_PYTORCH
 from flax import nnx
-from peers import ODD, SMALL, make_peer, ours
+from peers import ODD, make_peer, ours
 from safetensors.numpy import load_file, save_file
 from samples import byte_pairs, loss_of
 
@@ -43,19 +43,14 @@ def save(model, path) -> ray.train.Checkpoint:
     return ray.train.Checkpoint(str(path))
 
 
-@pytest.mark.parametrize(
-    "shape, length",
-    [(ODD, 33), pytest.param(SMALL, 24, marks=pytest.mark.slow)],
-    ids=["odd", "124M"],
-)
-def test_the_same_function(tutorial, small, peer, shape, length):
-    theirs, folder = peer(shape)
+def test_the_same_function(tutorial, small, peer):
+    theirs, folder = peer(ODD)
     model = ours(tutorial, small, folder)
-    tokens = np.random.default_rng(0).integers(0, shape["vocab_size"], (2, length))
+    tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
-    near = {"atol": 2e-6 if shape is ODD else 1e-4, "rtol": 0}
-    np.testing.assert_allclose(model(tokens), expected.logits.numpy(), **near)
+    logits = expected.logits.numpy()
+    np.testing.assert_allclose(model(tokens), logits, atol=2e-6, rtol=0)
     loss = loss_of(tutorial, model, tokens.astype(np.uint16))
     assert loss == pytest.approx(expected.loss.item(), abs=1e-5)
 
@@ -113,12 +108,8 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
 
 
 def stray(folder, tensors):
+    """A file that nothing names, as may be left from before."""
     save_file({"wte.weight": np.zeros(3, np.float32)}, folder / "old.safetensors")
-
-
-def as_float16(folder, tensors):
-    half = {name: value.astype(np.float16) for name, value in tensors.items()}
-    save_file(half, folder / "model.safetensors")
 
 
 def with_masks(folder, tensors):
@@ -146,37 +137,31 @@ def in_shards(folder, tensors):
     index.write_text(json.dumps({"weight_map": where}))
 
 
-@pytest.mark.parametrize(
-    "change", [stray, as_float16, with_masks, with_a_tied_head, in_shards]
-)
+@pytest.mark.parametrize("change", [stray, with_masks, with_a_tied_head, in_shards])
 def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
     theirs, folder = peer(ODD)
     change(folder, load_file(folder / "model.safetensors"))
     model = ours(tutorial, small, folder)
     tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
-    if change is as_float16:
-        theirs = theirs.half().float()
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(model(tokens), expected, atol=2e-6)
 
 
-def test_bfloat16_is_read_as_it_is(tutorial, small, peer):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_are_read_as_they_are(tutorial, small, peer, dtype):
     theirs, folder = peer(ODD)
-    theirs.bfloat16().save_pretrained(folder)
+    theirs.to(dtype).save_pretrained(folder)
     found = ours(tutorial, small, folder).wte.embedding[...][: ODD["vocab_size"]]
     expected = theirs.transformer.wte.weight.float().detach().numpy()
     np.testing.assert_array_equal(found, expected)
 
 
 def edit(**changed):
-    """Tensors to change, to add or, if None, to take away."""
-
-    def change(folder, tensors):
-        kept = {k: v for k, v in (tensors | changed).items() if v is not None}
-        save_file(kept, folder / "model.safetensors")
-
-    return change
+    """Tensors to change or to add."""
+    return lambda folder, tensors: save_file(
+        tensors | changed, folder / "model.safetensors"
+    )
 
 
 def configure(**others):
@@ -196,27 +181,12 @@ def a_shard_less(folder, tensors):
     (folder / "b.safetensors").unlink()
 
 
-def an_index_that_is_damaged(folder, tensors):
-    in_shards(folder, tensors)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-
-
-def a_shard_that_is_another(folder, tensors):
-    in_shards(folder, tensors)
-    save_file({WTE: tensors[WTE]}, folder / "a.safetensors")
-
-
-def cut_off(folder, tensors):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def without_weights(folder, tensors):
     (folder / "model.safetensors").unlink()
     stray(folder, tensors)
 
 
-WTE, C_FC = "transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"
+WTE = "transformer.wte.weight"
 BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
 
 
@@ -224,18 +194,14 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
     "change, message",
     [
         (configure(vocab_size=1240), r"wte.weight \(1237, 80\), expected \(1240, 80\)"),
-        (configure(n_positions=40), r"wpe.weight \(33, 80\), expected \(40, 80\)"),
-        (configure(n_layer=2), r"h.2.* \(240,\), expected none; .* \(80, 240\)"),
         (
             configure(n_layer=4),
             r"of 52 tensors, 12 differ .*: found h.3.* none, expected",
         ),
-        (edit(**{C_FC: np.zeros((80, 319))}), r"\(80, 319\), expected \(80, 320\)"),
         (
             edit(**{"adapter.weight": np.zeros(3)}),
             r"adapter.weight \(3,\), expected none",
         ),
-        (edit(**{"transformer.ln_f.bias": None}), r"ln_f.bias none, expected \(80,\)"),
         (
             edit(**{"lm_head.weight": np.zeros((1237, 80))}),
             "lm_head.weight and wte.weight",
@@ -243,14 +209,11 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
         (edit(**{"wte.weight": np.zeros((1237, 80))}), "has wte.weight twice"),
         (
             edit(**{WTE: np.zeros((1237, 80), np.int8)}),
-            "has wte.weight as I8; expected",
+            "has wte.weight as int8; expected",
         ),
         (both_forms, f"{BOTH} both"),
         (without_weights, f"{BOTH} neither"),
         (a_shard_less, "b.safetensors can't be read"),
-        (a_shard_that_is_another, "b.safetensors has wte.weight twice"),
-        (an_index_that_is_damaged, "index.json can't be read"),
-        (cut_off, "model.safetensors can't be read .* cut off"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -308,16 +271,6 @@ def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
     path.write_text(json.dumps(sizes | {"n_inner": 16}))
     shape = trainkit.huggingface.published_shape(str(tmp_path))
     assert shape == {"block_size": 1_024} | sizes
-    path.write_text(json.dumps(sizes | {"n_layer": "1"}))
-    with pytest.raises(
-        ValueError, match="init_from: .*config.json can't be read .*n_lay"
-    ):
-        trainkit.huggingface.published_shape(str(tmp_path))
-
-
-def test_folder_that_is_not_there():
-    with pytest.raises(ConnectionError, match="init_from: '/none/gpt2' is no folder"):
-        trainkit.huggingface.published_shape("/none/gpt2")
 
 
 def test_finetune_file_takes_its_shape_from_the_weights(peer):

@@ -1,9 +1,7 @@
-"""The loss of the model: its value, its gradients, and the memory that its parts save."""
+"""The loss of the model: its value and its gradients."""
 
 import dataclasses
 import math
-import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,21 +69,3 @@ def test_gradients_of_the_loss_are_those_that_jax_finds(tutorial, small, loss_ch
         # A bias of keys changes no attention: its gradient is 0, or rounding.
         atol = 1e-5 * np.abs(wanted).max() + 1e-9
         np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
-
-
-def logits_that_exist(tutorial, config) -> int:
-    """The largest number of float32 logits in one array of the compiled step."""
-    state = jax.eval_shape(partial(tutorial.create_state, config))
-    shape = (config.batch_size, config.block_size + 1)
-    windows = jax.ShapeDtypeStruct(shape, np.uint16)
-    text = tutorial.train_step.lower(state, windows, config).compile().as_text()
-    shapes = re.findall(rf"f32\[([\d,]*\b{config.padded_vocab_size})\]", text)
-    return max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
-
-
-def test_chunks_keep_the_logits_of_the_batch_from_existing(tutorial, small):
-    config = small(batch_size=8, block_size=64)
-    chunked = dataclasses.replace(config, loss_chunks=4)
-    tokens = config.batch_size * config.block_size
-    assert logits_that_exist(tutorial, config) == tokens * config.padded_vocab_size
-    assert logits_that_exist(tutorial, chunked) * 4 <= tokens * config.padded_vocab_size

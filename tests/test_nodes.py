@@ -104,8 +104,8 @@ def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
     train_loop = tutorial.train_loop_per_worker
     monkeypatch.setattr(trainkit.workers, "environment", simulated)
     config = trainkit.config.load_config(
-        ROOT / "configs/gpt2-xl-gpu.yaml",
-        **{"num_workers": None, "devices_per_worker": 8, "attention": "xla"},
+        ROOT / "configs/gpt2-7b-gpu.yaml",
+        **{"num_workers": None, "fsdp": 8, "attention": "xla", "scan_layers": False},
         **{"n_layer": 2, "n_head": 5, "n_embd": 80, "block_size": 16},
         **{"vocab_size": 521, "batch_size": 64, "device_batch_size": 1},
         **{"max_steps": 4, "eval_interval": 2, "log_interval": 1, "eval_steps": 1},

@@ -73,31 +73,23 @@ def batches_for(config, numbers):
         yield {"numbers": step, "tokens": tokens.astype(np.uint16)}
 
 
-def test_batches_are_those_of_the_numbers(small):
-    config, numbers = small(), np.arange(8, 20).reshape(3, 4)
-    mesh = trainkit.sharding.make_mesh(config)
-    batches = batches_for(config, numbers)
-    found = list(trainkit.sharding.global_batches(batches, [numbers], config, mesh))
-    assert [batch.shape for batch in found] == [(4, 17)] * 3
-    assert np.concatenate(found)[:, 0].tolist() == list(range(8, 20))
-    assert found[0].sharding == trainkit.sharding.batch_sharding(mesh)
-
-
-def test_one_batch_is_fetched_ahead(small):
+def test_batches_are_those_of_the_numbers_and_one_is_fetched_ahead(small):
     """No step waits for its batch, and no more than two are on a device."""
 
-    def fetched(batches):
-        for batch in batches:
+    def fetched():
+        for batch in batches_for(config, numbers):
             order.append("fetched")
             yield batch
 
-    config, order, numbers = small(), [], np.arange(16).reshape(4, 4)
-    mesh, batches = trainkit.sharding.make_mesh(config), batches_for(config, numbers)
-    for _ in trainkit.sharding.global_batches(
-        fetched(batches), [numbers], config, mesh
-    ):
+    config, order, numbers = small(), [], np.arange(8, 20).reshape(3, 4)
+    mesh, found = trainkit.sharding.make_mesh(config), []
+    for batch in trainkit.sharding.global_batches(fetched(), [numbers], config, mesh):
         order.append("used")
-    assert order == ["fetched", *["fetched", "used"] * 3, "used"]
+        found.append(batch)
+    assert [batch.shape for batch in found] == [(4, 17)] * 3
+    assert np.concatenate(found)[:, 0].tolist() == list(range(8, 20))
+    assert found[0].sharding == trainkit.sharding.batch_sharding(mesh)
+    assert order == ["fetched", *["fetched", "used"] * 2, "used"]
 
 
 @pytest.mark.parametrize(
@@ -193,9 +185,9 @@ def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
     ]
     nodes = np.arange(32).reshape(4, 8)
     for workers, each in ((32, 1), (4, 8)):
-        changes = {"num_workers": workers, "devices_per_worker": each}
+        changes = {"num_workers": workers, "devices_per_worker": each, "fsdp": 8}
         config = trainkit.config.load_config(
-            ROOT / "configs/gpt2-xl-gpu.yaml", **changes
+            ROOT / "configs/gpt2-7b-gpu.yaml", **changes
         )
         grid = trainkit.sharding.make_mesh(config, gpus)[:, :, 0]
         np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)

@@ -19,14 +19,9 @@ def run(*command: str) -> str:
     # for its logs, which any Ray cluster of the machine would show as those of its workers.
     with tempfile.TemporaryDirectory() as folder:
         own = {"TMPDIR": folder, "TPU_LOG_DIR": folder, "JAX_PLATFORMS": "cpu"}
-        result = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=os.environ | own,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
+        settings = {"cwd": ROOT, "env": os.environ | own, "timeout": 1200}
+        command = [sys.executable, *command]
+        result = subprocess.run(command, capture_output=True, text=True, **settings)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -50,11 +45,18 @@ def test_gpt2_124m_compiles_for_a_v6e_slice():
 
 
 @pytest.mark.extra
+def test_stories_compile_for_a_v6e_slice():
+    assert compile_for_tpu("stories-tpu-v6e.yaml")["total_gib"] < 31.25
+
+
+@pytest.mark.extra
 def test_gpt2_xl_compiles_for_a_v6e_slice():
     """All of its 48 layers, which takes four minutes."""
     report = compile_for_tpu("gpt2-xl.yaml")
     assert report["parameters"] == 1_557_611_200
-    assert report["total_gib"] < 31.25
+    assert (
+        report["total_gib"] < 11
+    )  # 9.5 when written, with a layer's parameters at a time
     # In one loop: forward, and forward again and backward.
     assert report["kernels"] == 3
     # Parameters come from the chips that keep them; only scalars and sums are reduced.

@@ -29,24 +29,18 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
 
 
-def add_host(cluster, slice_name: str, host: int, hosts: int, topology: str):
+def add_host(cluster, name: str, host: int, pod_type: str, topology: str):
     """A node with the resources, labels, and environment of a host of a v6e slice."""
-    pod_type = f"v6e-{hosts * 4}"
     resources = {"TPU": 4, "accelerator_type:TPU-V6E": 1}
+    resources |= {f"TPU-{pod_type}-head": 1} if host == 0 else {}
+    environment = {"TPU_NAME": name, "TPU_WORKER_ID": str(host)}
+    environment |= {"TPU_ACCELERATOR_TYPE": pod_type, "TPU_TOPOLOGY": topology}
+    labels = {"slice-name": name, "worker-id": str(host), "pod-type": pod_type}
     return cluster.add_node(
         num_cpus=1,
-        resources=resources | ({f"TPU-{pod_type}-head": 1} if host == 0 else {}),
-        env_vars={
-            "TPU_NAME": slice_name,
-            "TPU_WORKER_ID": str(host),
-            "TPU_ACCELERATOR_TYPE": pod_type,
-            "TPU_TOPOLOGY": topology,
-        },
-        labels={
-            "ray.io/tpu-slice-name": slice_name,
-            "ray.io/tpu-worker-id": str(host),
-            "ray.io/tpu-pod-type": pod_type,
-        },
+        resources=resources,
+        env_vars=environment,
+        labels={f"ray.io/tpu-{label}": value for label, value in labels.items()},
     )
 
 
@@ -103,7 +97,7 @@ def check_losses(tutorial, config) -> None:
 def test_slice_trains_and_saves(tutorial, tpu_cluster, write_bins, tmp_path):
     """The notebook's loop and TPU configuration, with a small model."""
     for host in range(4):
-        add_host(tpu_cluster, "slice-0", host, hosts=4, topology="4x4")
+        add_host(tpu_cluster, "slice-0", host, "v6e-16", "4x4")
     tpu_cluster.wait_for_nodes()
     config = small_model(tmp_path, max_steps=4)
     write_bins(config, val_tokens=1_001)
@@ -141,10 +135,7 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     tutorial, tpu_cluster, write_bins, tmp_path, monkeypatch
 ):
     """Two v6e 2x2 slices of one host each; then one of them, with the same losses."""
-    slices = [
-        add_host(tpu_cluster, f"slice-{i}", 0, hosts=1, topology="2x2")
-        for i in range(2)
-    ]
+    slices = [add_host(tpu_cluster, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
     tpu_cluster.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
     config = small_model(

@@ -16,7 +16,6 @@ import ray.train
 from flax import nnx
 
 from trainkit import checkpoints, tokenizers
-from trainkit.config import ModelConfig
 
 
 def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.Module:
@@ -98,7 +97,18 @@ def generate_tokens(
             f"max_new_tokens ({max_new_tokens}) must be between 1 and "
             f"{config.block_size - 1}, one less than block_size"
         )
-    tokens, lengths = pad_prompts(prompts, room, config)
+    tokens = np.zeros((len(prompts), config.block_size), np.int32)
+    for i, prompt in enumerate(prompts):
+        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
+        if unknown or not prompt:
+            raise ValueError(
+                f"prompt {i}: expected token ids from 0 to {config.vocab_size - 1}, "
+                f"found {unknown or 'none'}"
+            )
+        if len(prompt) > room:
+            print(f"prompt {i}: kept the last {room} of {len(prompt)} tokens")
+        tokens[i, : len(prompt[-room:])] = prompt[-room:]
+    lengths = np.array([min(len(prompt), room) for prompt in prompts])
     out = decode(
         *nnx.split(model),
         tokens,
@@ -114,28 +124,6 @@ def generate_tokens(
         answer = row[n : n + max_new_tokens].tolist()
         answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
     return answers
-
-
-def pad_prompts(
-    prompts: list[list[int]], room: int, config: ModelConfig
-) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts of at most `room` tokens as int32 [B, block_size], and their lengths [B].
-
-    Raises:
-        ValueError: a prompt is empty or has an unknown token.
-    """
-    tokens = np.zeros((len(prompts), config.block_size), np.int32)
-    for i, prompt in enumerate(prompts):
-        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
-        if unknown or not prompt:
-            raise ValueError(
-                f"prompt {i}: expected token ids from 0 to {config.vocab_size - 1}, "
-                f"found {unknown or 'none'}"
-            )
-        if len(prompt) > room:
-            print(f"prompt {i}: kept the last {room} of {len(prompt)} tokens")
-        tokens[i, : len(prompt[-room:])] = prompt[-room:]
-    return tokens, np.array([min(len(prompt), room) for prompt in prompts])
 
 
 @partial(jax.jit, static_argnames=("graph", "top_k"))

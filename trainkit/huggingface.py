@@ -17,11 +17,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import transformers
 from flax import nnx
 from huggingface_hub import snapshot_download
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from trainkit import tokenizers
@@ -33,7 +32,7 @@ COMMON += ["tie_word_embeddings", "add_cross_attention", "quantization_config"]
 SIZES = {"block_size": "n_positions"}  # ours: theirs
 SIZES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
 SIDE_BY_SIDE = ("query", "key", "value")  # in c_attn
-TYPES = ("F16", "BF16", "F32", "F64")
+TYPES = ("float16", "bfloat16", "float32", "float64")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of old files: no weights
 TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 TEXTS = ("The value of x", " naïve café", "汉字 🙂", "\n\n\tf(1)  # 20%")
@@ -138,22 +137,19 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         with reading(index):
             files = set(dict(json.loads(index.read_text())["weight_map"]).values())
     for path in sorted(folder / Path(file).name for file in files):
-        with reading(path), safetensors.safe_open(path, "numpy") as file:
-            types = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-            found = {
-                n: file.get_tensor(n) for n, dtype in types.items() if dtype in TYPES
-            }
-        for tensor, dtype in types.items():
-            name = tensor.removeprefix("transformer.")
+        with reading(path):
+            found = load_file(path)
+        for name, tensor in found.items():
+            name = name.removeprefix("transformer.")
             if MASKS.fullmatch(name):
                 continue
-            if name in tensors or tensor not in found:
-                flaw = "twice" if name in tensors else f"as {dtype}"
+            if name in tensors or tensor.dtype.name not in TYPES:
+                flaw = "twice" if name in tensors else f"as {tensor.dtype}"
                 raise ValueError(
                     f"init_from: {path} has {name} {flaw}; expected it once, as "
                     f"{', '.join(TYPES)}"
                 )
-            tensors[name] = found[tensor]
+            tensors[name] = tensor
     return tensors
 
 

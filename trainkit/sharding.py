@@ -70,7 +70,10 @@ def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
             for part, axes in rules
             if f"/{part}/" in f"/{name}/" and len(axes) == len(shape)
         )
-        part, found[name] = next(fits, (None, default_axes(shape, mesh)))
+        sizes = [size if size % mesh.shape["fsdp"] == 0 else 0 for size in shape]
+        largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
+        default = tuple("fsdp" if i == largest else None for i in range(len(shape)))
+        part, found[name] = next(fits, (None, default))
         fitting.add(part)
         for axis, size in zip(found[name], shape):
             if axis and size % mesh.shape[axis]:
@@ -90,23 +93,37 @@ def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
     return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in shapes])
 
 
-def default_axes(shape: tuple[int, ...], mesh) -> tuple[str | None, ...]:
-    """`fsdp` along the largest axis that it divides, for arrays of two axes or more."""
-    sizes = [size if size % mesh.shape["fsdp"] == 0 else 0 for size in shape]
-    largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
-    return tuple("fsdp" if i == largest else None for i in range(len(shape)))
+def fetch(parts: nnx.State, specs: nnx.State, config) -> nnx.State:
+    """The whole parameters, kernels in the type in which their layers compute.
+
+    The layers would cast them each time. Once a step is once for all micro-batches, and the
+    devices fetch half the bytes from one another. With `scan_layers`, the parts of a list's
+    layers are only marked, and `layers.run_blocks` fetches them one layer at a time.
+    """
+    specs = dict(nnx.to_flat_state(specs))
+
+    def fetch_one(path, param):
+        dtype = config.compute_dtype if path[-1] == "kernel" else param.dtype
+        spec = specs[path].get_raw_value()
+        if "fsdp" not in spec:
+            return param.replace(param[...].astype(dtype))
+        axis = spec.index("fsdp")
+        if config.scan_layers and any(isinstance(part, int) for part in path):
+            return type(param)(param[...], fetch=(axis, dtype))
+        return param.replace(fetch_part(param[...], axis, dtype))
+
+    return nnx.map_state(fetch_one, parts)
 
 
 def fetch_marked(state: nnx.State) -> nnx.State:
     """`state` with the whole parameters where `fetch` has marked parts of them."""
 
-    def fetch(_, param):
-        metadata = param.get_metadata()
-        if "fetch" not in metadata:
+    def fetch_one(_, param):
+        if "fetch" not in param.get_metadata():
             return param
-        return type(param)(fetch_part(param[...], *metadata["fetch"]))
+        return type(param)(fetch_part(param[...], *param.get_metadata("fetch")))
 
-    return nnx.map_state(fetch, state)
+    return nnx.map_state(fetch_one, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -193,14 +210,12 @@ def mean(
         key: for dropout; each device and micro-batch draws with one of its own.
         rules: which mesh axes divide a parameter; `parameter_specs` explains them.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, k = jax.sharding.get_abstract_mesh(), config.micro_batches
     function = partial(function, config=config)
     form = jax.tree.structure(jax.eval_shape(function, params, windows, key))
-    whole = PartitionSpec()
 
     def on_device(params, windows, key, device=0) -> list:
         """The mean of the micro-batches: the loss and, if there are any, the gradients."""
-        k = config.micro_batches
 
         def add_micro_batch(total, micro):
             windows, index = micro
@@ -218,66 +233,38 @@ def mean(
         return [x / k for x in total]
 
     if not mesh.shape:
-        params = fetch(params, None, config)
+        whole = jax.tree.map(lambda _: PartitionSpec(), params)
+        params = fetch(params, whole, config)
         return jax.tree.unflatten(form, on_device(params, windows, key))
 
     axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    specs = parameter_specs(params, rules, mesh)
-    # What `tensor` divides is left to XLA.
-    specs = jax.tree.map(
-        lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)), specs
+    specs = jax.tree.map(  # what `tensor` divides is left to XLA
+        lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)),
+        parameter_specs(params, rules, mesh),
     )
-    results = [whole, *jax.tree.leaves(specs)][: form.num_leaves]
+    results = [PartitionSpec(), *jax.tree.leaves(specs)][: form.num_leaves]
 
-    def on_each_device(parts, windows, key):
+    def on_each_device(parts, windows, key) -> list:
+        """The mean over the devices, as far as this one holds the parameter."""
         device = jax.lax.axis_index(BATCH_AXES)
         found = on_device(fetch(parts, specs, config), windows, key, device)
-        arrays = [found[0], *jax.tree.leaves(parts)]
-        return [*map(mean_of_part, found, arrays, results)]
+        arrays, means = [found[0], *jax.tree.leaves(parts)], []
+        for x, part, spec in zip(found, arrays, results):
+            # What `run_blocks` has fetched, `fetch_part` has summed.
+            if "fsdp" in spec and x.shape != part.shape:
+                x = sum_part(x, spec.index("fsdp"))
+            others = [axis for axis in axes if axis not in spec]
+            means.append(jax.lax.psum(x, others) / jax.lax.axis_size(BATCH_AXES))
+        return means
 
     found = jax.shard_map(
         on_each_device,
-        in_specs=(specs, PartitionSpec(BATCH_AXES), whole),
+        in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
         out_specs=results,
         axis_names={*BATCH_AXES} if mesh.shape["tensor"] > 1 else {*mesh.axis_names},
         check_vma=False,
     )(params, windows, key)
     return jax.tree.unflatten(form, found)
-
-
-def fetch(parts: nnx.State, specs: Any, config: TrainingConfig) -> nnx.State:
-    """The whole parameters, kernels in the type in which their layers compute.
-
-    The layers would cast them each time. Once a step is once for all micro-batches, and the
-    devices fetch half the bytes from one another. With `scan_layers`, the parts of a list's
-    layers are only marked, and `layers.run_blocks` fetches them one layer at a time.
-    """
-    divided = {
-        name_of(path): spec.index("fsdp")
-        for path, spec in jax.tree.leaves_with_path(specs)
-        if "fsdp" in spec
-    }
-
-    def fetch_one(path, param):
-        dtype = config.compute_dtype if path[-1] == "kernel" else param.dtype
-        axis = divided.get("/".join(map(str, path)))
-        if axis is None:
-            return param.replace(param[...].astype(dtype))
-        if config.scan_layers and any(isinstance(part, int) for part in path):
-            return type(param)(param[...], fetch=(axis, dtype))
-        return param.replace(fetch_part(param[...], axis, dtype))
-
-    return nnx.map_state(fetch_one, parts)
-
-
-def mean_of_part(found: jax.Array, part: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The mean of what all devices have found, as far as this one holds the parameter."""
-    others = [axis for axis in BATCH_AXES if jax.lax.axis_size(axis) > 1]
-    if "fsdp" in spec:
-        others.remove("fsdp")
-        if found.shape != part.shape:  # or `fetch_part` has summed it
-            found = sum_part(found, spec.index("fsdp"))
-    return jax.lax.psum(found, others) / jax.lax.axis_size(BATCH_AXES)
 
 
 def count_parameters(create_model: Callable, config: ModelConfig) -> int:
@@ -304,18 +291,14 @@ def abstract_state(
     """
     state = jax.eval_shape(partial(create_state, config))
     specs = jax.tree.leaves(parameter_specs(state.params, rules, mesh))
-    params = {
-        name_of(path): (x.shape, spec)
-        for (path, x), spec in zip(jax.tree.leaves_with_path(state.params), specs)
-    }
+    arrays = jax.tree.leaves_with_path(state.params)
+    params = {path: (x.shape, spec) for (path, x), spec in zip(arrays, specs)}
 
     def place(path, x):
-        name = name_of(path)
-        while name and name not in params:  # opt_state/1/0/mu/h/0/... -> h/0/...
-            name = name.partition("/")[2]
-        shape, spec = params.get(name, (None, None))
-        spec = spec if shape == x.shape else PartitionSpec()
-        sharding = NamedSharding(mesh, spec)
+        # opt_state/1/0/mu/h/0/... has the end of its parameter's path, h/0/...
+        ends = (path[i:] for i in range(len(path)) if path[i:] in params)
+        shape, spec = params.get(next(ends, None), (None, None))
+        sharding = NamedSharding(mesh, spec if shape == x.shape else PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map_with_path(place, state)
