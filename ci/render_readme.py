@@ -51,6 +51,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
     for name in ("trainkit", "configs"):
         shutil.copytree(ROOT / name, folder / name)
     os.environ |= {"RAY_ADDRESS": "local", "GPT2_CONFIG": "configs/smoke.yaml"}
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ENVIRONMENT / "tiktoken"))
     resources = {"metadata": {"path": str(folder)}}
     return NotebookClient(notebook, timeout=900, resources=resources).execute()
 

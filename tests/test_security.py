@@ -24,7 +24,7 @@ def test_nothing_unpickles():
     modules = sorted((ROOT / "trainkit").glob("*.py"))
     sources = [path.read_text() for path in modules]
     sources += [cell.source for cell in code_cells()]
-    assert len(modules) > 10 and len(sources) > len(modules) + 30
+    assert len(modules) > 10 and len(sources) > len(modules) + 20
     for word in ("pickle", "eval(", "exec(", "torch.load", "np.load(", "trust_remote"):
         assert not any(word in source for source in sources), word
 
