@@ -30,6 +30,7 @@ import sys
 from urllib.parse import urlsplit
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 # From the oldest that the tests ran with, as JAX is; Orbax 1 has another interface.
 NEEDED = {"flax": ">=0.12.8", "orbax-checkpoint": "<1", "ray": ">=2.60"}
@@ -73,16 +74,20 @@ def check_versions() -> None:
     Raises:
         ImportError: with what was found, what is needed, and the command that installs it.
     """
-    found = {"Python": platform.python_version()}
+    found = {"Python": platform.python_version().rstrip("+")}
     for name in (*NEEDED, "jax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    new_flax = found.get("flax", "0") in SpecifierSet(">=0.12.10", prereleases=True)
-    jax = ">=0.11.1" if new_flax else ">=0.10.2,<0.11.2"
+    flax, jax = Version(found.get("flax", "0")), ">=0.10.2"
+    if flax >= Version("0.12.10"):
+        jax = ">=0.11.1"
+    elif flax >= Version("0.12.8"):
+        jax += ",<0.11.2"
     wrong = [
         f"{name} is {found.get(name, 'missing')}, and {versions} is needed"
         for name, versions in (NEEDED | {"Python": ">=3.11", "jax": jax}).items()
-        if found.get(name, "0") not in SpecifierSet(versions, prereleases=True)
+        if name not in found
+        or found[name] not in SpecifierSet(versions, prereleases=True)
     ]
     if wrong:
         raise ImportError(
@@ -99,14 +104,14 @@ def check_address() -> None:
         ConnectionError: with the address, and what to do.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    parts = urlsplit(address if "://" in address else f"gcs://{address}")
-    if parts.scheme.startswith("http"):
+    if address.startswith(("http://", "https://")):
         raise ConnectionError(
             f"RAY_ADDRESS is {address!r}, a dashboard's address, which takes jobs. Set it to "
             "the cluster's own, such as 10.0.0.1:6379, or unset it and use `ray job submit`."
         )
     ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
     try:
+        parts = urlsplit(address if "://" in address else f"gcs://{address}")
         if not parts.port:  # "auto", "local"
             return
         socket.create_connection((parts.hostname, parts.port), timeout=5).close()

@@ -59,8 +59,12 @@ for protocol in ("s3", "s3a", "gs", "gcs"):
     fsspec.config.conf.setdefault(protocol, {})["use_listings_cache"] = False
 
 
+class OtherModel(ValueError):
+    """A checkpoint holds other arrays than the model of this run."""
+
+
 # What another attempt can't help: memory that runs out, a worker that died.
-FINAL = (MemoryError, jax.errors.JaxRuntimeError)
+FINAL = (OtherModel, MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Checkpointer:
@@ -169,6 +173,7 @@ class Checkpointer:
             The state, or None if the run has no checkpoint.
 
         Raises:
+            OtherModel: the newest checkpoint that can be read is of another model.
             RuntimeError: there are checkpoints, and none can be read.
         """
         config, names, reasons = self.config, None, []
@@ -226,30 +231,56 @@ def load(config: TrainingConfig, name: str, target: Any) -> Any:
             there = {"source_filesystem": stored.filesystem} | COPYING
             pyarrow.fs.copy_files(stored.path, str(new), **there)
             new.rename(folder)
-    try:
-        return read(folder, target)
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)  # so that it is fetched again
-        raise
+    return read(folder, target)
 
 
 def read(folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
     """The pytree in `folder`, with the shapes, dtypes, and shardings of `target`.
 
     Each process reads by itself, so that one that can't doesn't leave the others waiting.
+
+    Args:
+        partial_restore: whether `target` may lack arrays that are there.
+
+    Raises:
+        OtherModel: with the first few arrays whose names or shapes differ.
     """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"worker-{me}"
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    orbax = ocp.Checkpointer(handler, multiprocessing_options=alone)
+    metadata = orbax.metadata(folder).item_metadata
+    found, expected = map(array_shapes, (metadata.tree if metadata else {}, target))
+    differing = [key for key, shape in expected.items() if found.get(key) != shape]
+    if not partial_restore:
+        differing += found.keys() - expected.keys()
+    if found and differing:  # nothing at all isn't another model but damage
+        each = (
+            f"{key}: found {found.get(key)}, expected {expected.get(key)}"
+            for key in sorted(differing)[:3]
+        )
+        raise OtherModel(
+            f"{folder} is a checkpoint of another model: {'; '.join(each)}. Choose another "
+            "run_name."
+        )
     each = ocp.checkpoint_utils.construct_restore_args(target)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone).restore(
+    return orbax.restore(
         folder,
         args=ocp.args.PyTreeRestore(
             target, restore_args=each, partial_restore=partial_restore
         ),
     )
+
+
+def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in leaves
+    }
 
 
 def create_writer(config: TrainingConfig) -> ocp.AsyncCheckpointer:

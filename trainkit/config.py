@@ -15,6 +15,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,9 +37,9 @@ def absolute(place: str) -> str:
     return place if "://" in place else os.path.abspath(expanded(place))
 
 
-def found_here(name: str) -> str:
-    """A file or a folder by its absolute path; another name is one on a hub, or ours."""
-    here = name not in ("scratch", tokenizers.GPT2) and os.path.exists(expanded(name))
+def found_here(name: str, ours: str) -> str:
+    """A file or a folder by its absolute path; another name is one on a hub, or `ours`."""
+    here = name != ours and os.path.exists(expanded(name))
     return absolute(name) if here else expanded(name)
 
 
@@ -47,7 +48,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(expanded)]
 Folder = Annotated[Text, AfterValidator(absolute)]
-Source = Annotated[Text, AfterValidator(found_here)]
+Tokenizer = Annotated[Text, AfterValidator(partial(found_here, ours=tokenizers.GPT2))]
+Weights = Annotated[Text, AfterValidator(partial(found_here, ours="scratch"))]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -73,7 +75,7 @@ class ShapeConfig:
     """The shape of the model. The defaults are GPT-2 small, 124M parameters."""
 
     # Of tiktoken, or of Hugging Face: a file, a folder, or a name on the hub.
-    tokenizer: Source = tokenizers.GPT2
+    tokenizer: Tokenizer = tokenizers.GPT2
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
@@ -123,7 +125,7 @@ class RecipeConfig(ShapeConfig):
     text_column: Text = "text"  # of the files or the dataset, unless they are .txt
     max_documents: PositiveInt | None = None  # the first so many of a split; None: all
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.0005  # of the documents
-    init_from: Source = "scratch"  # or a Hugging Face GPT-2: hub name or folder
+    init_from: Weights = "scratch"  # or a Hugging Face GPT-2: hub name or folder
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: Positive = 6e-4
     min_learning_rate: Positive = 6e-5
@@ -208,6 +210,8 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
     def device_windows(self) -> int:
         """The windows of a batch that each device gets, of the most workers."""
         data, fsdp, _ = self.mesh_shape(self.worker_range[1])
+        if not data:
+            raise ValueError(f"num_workers: one can't form a mesh with fsdp {fsdp}")
         return self.batch_size // (data * fsdp)
 
     @property
@@ -404,9 +408,10 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
-    kept = ("dataset_config", "max_documents", "text_column", "tokenizer")
+    kept = ("dataset_config", "max_documents", "text_column")
     dataset = [re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")]
-    dataset += [Path(str(differs[key])).name for key in kept if key in differs]
+    dataset += [str(differs[key]) for key in kept if key in differs]
+    dataset += [Path(differs[key]).stem for key in ("tokenizer",) if key in differs]
     return {
         "run_name": f"{name}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / "-".join(dataset)),

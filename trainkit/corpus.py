@@ -6,7 +6,6 @@ one is for validation. A dataset of the hub and the built-in text are read by th
 library and divided as nanoGPT divides them.
 """
 
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -136,6 +135,7 @@ def read(config) -> ray.data.Dataset:
         found = names.map_batches(read_files, batch_size=None, num_cpus=0.5)
         found.context.target_max_block_size = TASK
         return found.limit(config.max_documents) if config.max_documents else found
+    load.cache_clear()  # a folder may have changed
     parts = load(config)
     documents = datasets.concatenate_datasets([*parts.values()])
     shared, names = ray.put(documents), [*parts]  # of files, a description
@@ -286,6 +286,7 @@ def kind_of(file: str) -> tuple[str, str | None]:
     return Path(path.stem if codec else file).suffix.lower(), codec
 
 
+@functools.lru_cache(1)  # `write` asks for what `read` has loaded
 def load(config) -> dict[str, datasets.Dataset]:
     """The documents of the hub or, built in, Python's help pages: "train" and "val".
 
@@ -392,9 +393,7 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
     if in_files(config.dataset):
         texts = itertools.chain(*(texts_in(system, file, column) for file in files))
     else:
-        few = config.max_documents and min(config.max_documents, 100)  # not all again
-        parts = load(dataclasses.replace(config, max_documents=few))
-        files, texts = {}, next(iter(parts.values()))[column]
+        files, texts = {}, next(iter(load(config).values()))[column]
     first = [text[:1_000] for text in itertools.islice(texts, 100)]
     tokenizers.check(tokenizers.load(config.tokenizer), first, config.tokenizer)
     source |= describe(config, tokenize, first)

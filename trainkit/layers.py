@@ -131,6 +131,7 @@ def cross_entropy(
         table: token embeddings, [V, D].
         features: [B, T, D].
         targets: int, [B, T].
+        config: has `vocab_size` and `loss_chunks`.
     """
 
     def split(x):  # (B, T, ...) -> (chunks, B, T/chunks, ...)

@@ -117,11 +117,13 @@ class LogFile:
 
     def append(self, line: dict, saving: bool) -> None:
         """Add a line: a step and its numbers."""
-        self.lines.append(json.dumps(line) + "\n")
+        text = json.dumps(line) + "\n"
         if not self.remote:
             with self.path.open("a") as file:
-                file.write(self.lines.pop())
-        elif saving:
+                file.write(text)
+            return
+        self.lines.append(text)
+        if saving:
             self.close()
 
     def close(self) -> None:

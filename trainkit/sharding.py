@@ -292,12 +292,13 @@ def abstract_state(
     state = jax.eval_shape(partial(create_state, config))
     specs = jax.tree.leaves(parameter_specs(state.params, rules, mesh))
     arrays = jax.tree.leaves_with_path(state.params)
-    params = {path: (x.shape, spec) for (path, x), spec in zip(arrays, specs)}
+    params = {name_of(path): (x.shape, spec) for (path, x), spec in zip(arrays, specs)}
 
     def place(path, x):
-        # opt_state/1/0/mu/h/0/... has the end of its parameter's path, h/0/...
-        ends = (path[i:] for i in range(len(path)) if path[i:] in params)
-        shape, spec = params.get(next(ends, None), (None, None))
+        # opt_state/1/0/mu/h/0/... ends in its parameter's name, h/0/...
+        ends = (name_of(path[i:]) for i in range(len(path)))
+        name = next((end for end in ends if end in params), None)
+        shape, spec = params.get(name, (None, None))
         sharding = NamedSharding(mesh, spec if shape == x.shape else PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 

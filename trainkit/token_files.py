@@ -28,10 +28,10 @@ WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
 OTHERS = {  # what other files begin with
+    rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
     rb"\x93NUMPY": "a file of numpy.save: write the array with tofile",
     rb"\x88\xd8\x34\x01|\xa1\xd9\x34\x01": "llm.c's: leave out its first 1,024 bytes",
     rb"PK|\x1f\x8b": "an archive of zip or gzip",
-    rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
 }
 
 
