@@ -482,7 +482,9 @@ def test_a_new_process_translates_what_the_cells_say_now(
 
     before = program()
     with monkeypatch.context() as patch:
-        patch.setattr(tutorial, "loss_fn", lambda *given: 2 * loss_fn(*given))
+        patch.setattr(
+            tutorial, "loss_fn", lambda *given, **named: 2 * loss_fn(*given, **named)
+        )
         assert program() != before
     assert program(JAX_DEFAULT_MATMUL_PRECISION="highest") != before
 
