@@ -60,7 +60,7 @@ def test_weights_that_are_missing_or_cut_off(small, tmp_path):
         trainkit.huggingface.load_weights(config, {})
 
 
-@pytest.mark.parametrize("text", [None, "{", "3"])
+@pytest.mark.parametrize("text", [None, "{", "3", '{"n_layer": "1"}'])
 def test_config_json_that_cannot_be_read(tmp_path, text):
     if text:
         (tmp_path / "config.json").write_text(text)

@@ -181,6 +181,16 @@ def a_shard_less(folder, tensors):
     (folder / "b.safetensors").unlink()
 
 
+def a_tensor_in_two_shards(folder, tensors):
+    in_shards(folder, tensors)
+    save_file({WTE: tensors[WTE]}, folder / "a.safetensors")
+
+
+def a_damaged_index(folder, tensors):
+    in_shards(folder, tensors)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
 def without_weights(folder, tensors):
     (folder / "model.safetensors").unlink()
     stray(folder, tensors)
@@ -214,6 +224,8 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
         (both_forms, f"{BOTH} both"),
         (without_weights, f"{BOTH} neither"),
         (a_shard_less, "b.safetensors can't be read"),
+        (a_tensor_in_two_shards, "b.safetensors has wte.weight twice"),
+        (a_damaged_index, "model.safetensors.index.json can't be read"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

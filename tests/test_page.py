@@ -218,6 +218,12 @@ def test_links_lead_somewhere_on_github(path):
         assert own or (ROOT / file).exists(), file  # a reader makes these
 
 
+def test_each_promise_is_held_by_a_test():
+    table = (ROOT / "tests/README.md").read_text()
+    for file, name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", table):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text() or not name
+
+
 def test_every_image_is_used():
     text = "".join(path.read_text() for path in SOURCES)
     for path in (ROOT / "images").iterdir():
