@@ -59,7 +59,7 @@ FINETUNE = "gpt2-finetune.yaml init_from=scratch platform=gpu num_workers=1"
     [
         ("stories.yaml num_workers=4", "a10g", 124_439_808, 16.5),
         (FINETUNE, "a10g", 124_439_808, 16.5),
-        ("gpt2-7b-gpu.yaml", "h100", 6_658_404_352, 60),
+        ("gpt2-7b-gpu.yaml", "h100", 6_658_404_352, 25),
     ],
 )
 def test_each_configuration_fits_its_gpu(run, gpu, parameters, room):

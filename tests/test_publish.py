@@ -1,6 +1,5 @@
 """What ci/publish.py writes into a checkout of the registry that publishes the page."""
 
-import ast
 import json
 import re
 import subprocess
@@ -203,7 +202,7 @@ def test_badges_clone_line_and_the_set_up(registry, page):
 def test_workers_get_the_package_and_the_requirements(registry):
     source = cell_with(registry / EXAMPLE / "README.ipynb", "ray.init(").source
     given = 'runtime_env={"pip": "requirements.txt", "py_modules": ["trainkit"], '
-    assert given in source and ast.parse(source)
+    assert given in source
     install = cell_with(registry / EXAMPLE / "README.ipynb", publish.INSTALL)
     assert install.metadata.tags == ["aside"]  # a job's script leaves it out
     pins = (registry / EXAMPLE / "requirements.txt").read_text().splitlines()[1:]

@@ -37,16 +37,10 @@ def test_gpt2_124m_compiles_for_a_v6e_slice():
     """With 1 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
     report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml", "n_layer=1")
     assert report["devices"] == 16
-    assert report["total_gib"] < 31.25  # of a chip's 32 GB, what is left to programs
     assert report["temporary_gib"] < 1.4  # 1.48 with heads of 64 as the last axis
     assert report["kernels"] == 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}
-
-
-@pytest.mark.extra
-def test_stories_compile_for_a_v6e_slice():
-    assert compile_for_tpu("stories-tpu-v6e.yaml")["total_gib"] < 31.25
 
 
 @pytest.mark.extra
