@@ -1,16 +1,17 @@
-"""GPT-2 as published: size, initialization, causality, precision."""
+"""GPT-2 as published: size, initialization, causality, precision, loss."""
 
 import dataclasses
 import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import ray.train
 from flax import nnx
-from samples import random_tokens
+from samples import loss_of, random_tokens
 
 import trainkit.checkpoints
 import trainkit.config
@@ -84,6 +85,39 @@ def test_dropout_is_on_only_with_a_stream(tutorial, small):
     assert (drop() == drop()).all()
     streams = [nnx.Rngs(dropout=jax.random.key(i)) for i in range(2)]
     assert (drop(rngs=streams[0]) != drop(rngs=streams[1])).any()
+
+
+class Oracle(nnx.Module):
+    """Always predicts its input plus one."""
+
+    def __init__(self, config):
+        self.size = config.vocab_size
+        self.wte = nnx.Embed(self.size, self.size, rngs=nnx.Rngs(0))
+        self.wte.embedding[...] = 100 * jnp.eye(self.size)
+
+    def features(self, tokens, rngs=None):
+        return jax.nn.one_hot((tokens + 1) % self.size, self.size)
+
+
+def test_targets_are_inputs_shifted_by_one(tutorial, small, monkeypatch):
+    config = small()
+    monkeypatch.setattr(tutorial, "create_model", Oracle)
+    counting = (np.arange(17)[None] % config.vocab_size).astype(np.uint16)
+    assert loss_of(tutorial, Oracle(config), counting, config) < 1e-3
+    assert loss_of(tutorial, Oracle(config), counting[:, ::-1], config) > 50
+
+
+def test_bfloat16_loss_is_summed_in_float32(tutorial, small):
+    """Changes far below bfloat16's resolution, 2^-6 near 6.26, still show."""
+    config = small(compute_dtype="bfloat16")
+    batches = [random_tokens(config, (4, 17), seed) for seed in range(16)]
+    model = tutorial.create_model(config)
+    losses = [loss_of(tutorial, model, batch) for batch in batches]
+    assert len(set(losses)) == 16
+    assert any(loss != float(jnp.bfloat16(loss)) for loss in losses)
+    exact = tutorial.create_model(dataclasses.replace(config, compute_dtype="float32"))
+    assert losses[0] == pytest.approx(loss_of(tutorial, exact, batches[0]), abs=0.02)
+    assert losses[0] == pytest.approx(math.log(config.vocab_size), abs=0.1)  # a guess
 
 
 def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):

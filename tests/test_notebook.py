@@ -13,10 +13,9 @@ from pathlib import Path
 import nbformat
 import pytest
 import render_readme
-from conftest import stop_ray
+from conftest import ROOT, stop_ray
 from notebook_module import code_cells
 
-ROOT = Path(__file__).resolve().parent.parent
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import nbformat
 import pytest
 import render_readme
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.ipynb", "docs/guide.md", "benchmarks/README.md", "CONTRIBUTING.md"]
 PAGES += ["docs/upstream.md"]
 SOURCES = [ROOT / page.replace(".ipynb", ".md") for page in PAGES]  # as on GitHub

@@ -1,17 +1,16 @@
 """The mesh, how parameters are divided over it, and batches on it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 from flax import nnx
 
 import trainkit.config
 import trainkit.sharding
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
 AXES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 

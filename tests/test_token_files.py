@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from samples import shuffled_in_plain_integers
 
 import trainkit.token_files
 import trainkit.tokenizers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("files", [["train.bin"], ["val.bin", "notes"], ["manifest"]])
@@ -214,6 +213,24 @@ def test_a_window_needs_a_token_after_its_last(small, tokens, windows):
     last = trainkit.token_files.read(config, "val", np.array([windows - 1, 0]))
     assert last[:, 0].tolist() == [84 + 16 * windows, 100]
     assert last[0].tolist() == list(range(84 + 16 * windows, 101 + 16 * windows))
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", "JSONDecodeError"),
+        ('{"source": ', "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"tokens": {}}', "KeyError"),
+        ('{"source": {}, "tokens": {"val": 402}}', "val.bin has 802 bytes, not 804"),
+    ],
+)
+def test_what_is_damaged_is_named(small, write_bins, text, found):
+    folder = Path(write_bins(small()).data_dir)
+    (folder / "manifest.json").write_text(text)
+    words = f"manifest.json or what it describes is damaged .*{found}.* Delete"
+    with pytest.raises(ValueError, match=words):
+        trainkit.token_files.read_manifest(folder)
 
 
 def test_a_file_that_ends_too_soon(small, write_bins):
