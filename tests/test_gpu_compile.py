@@ -1,26 +1,22 @@
 """The real train step, compiled for GPUs that are not there."""
 
 import json
-import os
-import subprocess
-import sys
+from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
+from samples import python
 
-pytestmark = pytest.mark.extra
+HAS_COMPILER = any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs JAX's CUDA plugin")
+pytestmark = [pytest.mark.extra, needs_compiler]
 
 
 def report_on(config: str, *options: str) -> dict:
     """What `benchmarks/gpu_compile.py` says, in a process of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    script = [sys.executable, "benchmarks/gpu_compile.py", f"configs/{config}"]
-    settings = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    result = subprocess.run([*script, *options, "--json"], timeout=1800, **settings)
-    if "pip install 'jax[cuda12]" in result.stderr:
-        pytest.skip(result.stderr)  # JAX's CUDA plugin brings the compiler
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    arguments = f"configs/{config}", *options, "--json"
+    said = python(ROOT / "benchmarks/gpu_compile.py", *arguments, XLA_FLAGS=None)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_gpt2_124m_for_an_h200():

@@ -252,8 +252,8 @@ def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
     """In a process of its own: tiktoken keeps what it has read."""
     script = "import trainkit.tokenizers as t; t.load('gpt2')"
     nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
-    words = "the vocabulary of gpt2 is not on this machine.* TIKTOKEN_CACHE_DIR"
-    words = f"\nConnectionError: .*{words}.* ci/offline_vocabulary.py"
+    words = "the vocabulary of gpt2 is not on this machine.*ci/offline_vocabulary.py"
+    words = f"\nConnectionError: .*{words}.* TIKTOKEN_CACHE_DIR"
     with pytest.raises(AssertionError, match=words):
         python(script, **nowhere)
 

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_gpu_compile import needs_compiler
 
 sys.path.append(str(ROOT / "benchmarks/verify"))
 import report as reports
@@ -74,10 +74,9 @@ def test_the_whole_command_on_two_cores(tmp_path):
 
 
 @pytest.mark.extra
+@needs_compiler
 @pytest.mark.parametrize("gpu", ["a10g", "h100"])
 def test_rehearsed_for_a_gpu_as_far_as_compiling(tmp_path, gpu):
-    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-        pytest.skip("needs JAX's CUDA plugin, which compiles for GPUs")
     files = (f"benchmarks/verify/test_{part}.py" for part in ("device", "step", "run"))
     code, rows = run_pytest(tmp_path, *files, "--rehearse", gpu)
     assert code == 0, rows
