@@ -446,16 +446,6 @@ def test_documents_of_files_are_counted(write, tmp_path, monkeypatch, disable):
         write(rows[:4], data_dir=f"{tmp_path}/other", **config)
 
 
-def test_the_end_of_a_single_document_is_for_validation(write, tmp_path):
-    put(tmp_path, **{"input.txt": "To be or not"})
-    path, ids = f"{tmp_path}/input.txt", [*range(1, 22)]
-    rows = [(f"1 documents in {path}", ids)]
-    config, manifest = write(rows, dataset=path, val_fraction=0.1)
-    assert tokens_in(config) == [ids[:18], ids[18:]]
-    assert manifest["tokens"] == {"train": 18, "val": 3}
-    assert manifest["files"] == {path: 1} and manifest["documents"] == 1
-
-
 @pytest.mark.parametrize(
     "split, lacking",
     [("train", "validate with; set it higher"), ("val", "train on; set it lower")],

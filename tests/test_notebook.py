@@ -176,8 +176,3 @@ def test_check_notices_a_stale_readme(tmp_path):
         python(render, "--check")
     python(render)
     python(render, "--check")
-
-
-def test_notebook_is_stored_without_outputs():
-    for cell in code_cells():
-        assert not cell.outputs and cell.execution_count is None

@@ -114,14 +114,14 @@ def test_local_files_byte_for_byte(
 
 
 def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
-    """In order, however the tasks finish: the first has 12 MB, and 1,000 others a line."""
-    long = "\r\n".join(f"{i} words <|endoftext|>" for i in range(480_000))
-    texts = [long, *(f"short {i}\r\n" for i in range(1_000))]
+    """In order, however the tasks finish: the first has 3 MB, and 300 others a line."""
+    long = "\r\n".join(f"{i} words <|endoftext|>" for i in range(120_000))
+    texts = [long, *(f"short {i}\r\n" for i in range(300))]
     put(tmp_path, "txt", texts)
-    config = gpt2(small, dataset=str(tmp_path / "[0-9]*.txt"), val_fraction=0.002)
+    config = gpt2(small, dataset=str(tmp_path / "[0-9]*.txt"), val_fraction=0.01)
     manifest = tutorial.prepare_dataset(config)
-    assert set(manifest["files"].values()) == {1} and len(manifest["files"]) == 1_001
-    assert written(config) == bins_of_files(texts, 500)
+    assert set(manifest["files"].values()) == {1} and len(manifest["files"]) == 301
+    assert written(config) == bins_of_files(texts, 100)
 
 
 def test_a_single_document_is_cut_in_two(tutorial, small, tmp_path, monkeypatch):
@@ -167,18 +167,3 @@ def test_failure_leaves_nothing(tutorial, cluster, small, tmp_path):
     with pytest.raises(ValueError, match=f"^dataset: {path} can't be read after 150 "):
         tutorial.prepare_dataset(config)
     assert [*tmp_path.iterdir()] == [path]
-
-
-HELLO = [15496, 995]  # "Hello world", as OpenAI's tokenizer page shows it
-
-
-def test_tokens_of_documents_end_with_the_end_of_text(tutorial, small):
-    rows = {"text": np.array(["Hello world", ""]), "split": np.array(["train", "val"])}
-    found = tutorial.tokenize(rows, small(vocab_size=50_257))
-    tokens = [
-        np.frombuffer(document, np.uint16).tolist() for document in found["tokens"]
-    ]
-    assert tokens == [[*HELLO, 50_256], [50_256]]
-    assert found["split"].tolist() == ["train", "val"]
-    wide = tutorial.tokenize(rows, small(vocab_size=70_000))["tokens"]
-    assert np.frombuffer(wide[0], np.uint32).tolist() == [*HELLO, 50_256]

@@ -253,17 +253,6 @@ def test_order_of_windows_never_changes(size):
         assert len({*expected}) == len(index) and max(expected) < size
 
 
-def test_mix_is_splitmix64():
-    """Its first numbers from the seed 1234567 are published with the reference."""
-    gamma = 0x9E3779B97F4A7C15
-    states = np.array([1234567 + n * gamma for n in (1, 2, 3)], object) % 2**64
-    assert trainkit.token_files.mix(states.astype(np.uint64)).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
-
-
 @pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])
 def test_lists_of_windows_are_the_steps_of_a_run(
     small, monkeypatch, first_step, at_once, write_bins
