@@ -30,7 +30,7 @@ import pyarrow.parquet
 import tiktoken
 
 import trainkit.config
-import trainkit.token_files
+import trainkit.corpus
 
 WAYS = ("ours", "nanoGPT's", "tiktoken alone")
 

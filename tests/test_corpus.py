@@ -62,10 +62,8 @@ def test_a_link_is_what_it_leads_to(small, tmp_path, name):
     """In a folder of files, and in one of links, as the cache of the hub has them."""
     books = put(tmp_path / "books", **{"a.txt": "a"})
     put(tmp_path, **{"blobs__1": "one", "blobs__2": "two"})
-    for folder, texts in (
-        (books, ["a", "one", "two"]),
-        (tmp_path / "b", ["one", "two"]),
-    ):
+    more = tmp_path / "b"
+    for folder, texts in ((books, ["a", "one", "two"]), (more, ["one", "two"])):
         folder.mkdir(exist_ok=True)
         for number in (1, 2):
             (folder / f"x{number}.txt").symlink_to(f"../blobs/{number}")
@@ -76,9 +74,8 @@ def test_a_link_is_what_it_leads_to(small, tmp_path, name):
         assert len(read_here(small(dataset=f"{tmp_path}/{pattern}"))) == 3
     (books / "back").symlink_to(tmp_path)
     if "*" not in name:  # a pattern can't mean it
-        with pytest.raises(
-            ValueError, match="books/back', which can't be read: a link"
-        ):
+        words = "books/back', which can't be read: a link"
+        with pytest.raises(ValueError, match=words):
             read_here(small(dataset=name.format(books)))
 
 
@@ -120,10 +117,7 @@ NAMES = {
         (".git/a.txt", ["hidden"]),
         (".git/*.txt", ["hidden"]),  # what is named isn't left out
         ("*/*.txt", ["deep"]),
-        (
-            "**/*.txt",
-            "signs title plain bracket spaces deep deeper no yes".split(),
-        ),
+        ("**/*.txt", "signs title plain bracket spaces deep deeper no yes".split()),
     ],
 )
 def test_what_the_pattern_matches_is_read_once(
@@ -338,16 +332,8 @@ def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
     [
         ({"test": STORIES}, "text", r"dataset: cannot load.*splits \['test'\]"),
         ({"train": [["a", None]]}, "text", "text_.* 'text' of strings, without gaps"),
-        (
-            {"train": STORIES},
-            "body",
-            "text_column: expected a column 'body' of strings",
-        ),
-        (
-            {"train": [[1, 2]]},
-            "text",
-            "text_column: expected a column 'text' of strings",
-        ),
+        ({"train": STORIES}, "body", "text_column: .* column 'body' of strings"),
+        ({"train": [[1, 2]]}, "text", "text_column: .* column 'text' of strings"),
     ],
 )
 def test_what_the_hub_lacks(small, tmp_path, splits, column, words):
@@ -453,22 +439,11 @@ def test_documents_of_files_are_counted(write, tmp_path, monkeypatch, disable):
     assert tokens_in(found) == [[2, 9, 4, 9], [1, 9, 3, 9, 5, 9]]
     assert manifest["files"] == dict(zip(files, (2, 2, 1)))
     for wrong in (rows[1:], rows[::-1], [*rows[:2], *rows[1:]]):
-        with pytest.raises(
-            ValueError, match="jsonl has 2 documents, and tokenize gave"
-        ):
+        words = "jsonl has 2 documents, and tokenize gave"
+        with pytest.raises(ValueError, match=words):
             write(wrong, data_dir=f"{tmp_path}/other", **config)
     with pytest.raises(ValueError, match="c.jsonl, no document arrived, or not all"):
         write(rows[:4], data_dir=f"{tmp_path}/other", **config)
-
-
-def test_the_end_of_a_single_document_is_for_validation(write, tmp_path):
-    put(tmp_path, **{"input.txt": "To be or not"})
-    path, ids = f"{tmp_path}/input.txt", [*range(1, 22)]
-    rows = [(f"1 documents in {path}", ids)]
-    config, manifest = write(rows, dataset=path, val_fraction=0.1)
-    assert tokens_in(config) == [ids[:18], ids[18:]]
-    assert manifest["tokens"] == {"train": 18, "val": 3}
-    assert manifest["files"] == {path: 1} and manifest["documents"] == 1
 
 
 @pytest.mark.parametrize(

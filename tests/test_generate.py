@@ -147,8 +147,11 @@ def test_text_ends_before_the_end_of_text(monkeypatch):
 
 
 def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
+    model = tutorial.create_model(small())
     with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
-        generate(tutorial.create_model(small()), ["Hello"])
+        generate(model, ["Hello"])
+    with pytest.raises(ValueError, match="prompts: expected a list .* found 'A class'"):
+        generate(model, "A class")
 
 
 @pytest.mark.parametrize(
@@ -157,12 +160,16 @@ def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
         ({"prompts": [[1, 11]]}, "prompt 0.*0 to 10.*11"),
         ({"prompts": [[1], [-1]]}, "prompt 1.*-1"),
         ({"prompts": [[]]}, "found none"),
+        ({"prompts": []}, "prompts: expected at least one"),
         ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": float("nan")}, r"temperature \(nan\)"),
+        ({"temperature": -1}, r"temperature \(-1\)"),
+        ({"top_k": 0}, r"top_k \(0\)"),
+        ({"top_k": 1.5}, r"top_k \(1.5\)"),
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be between 1 and 15,"),
         ({"max_new_tokens": 16}, "max_new_tokens"),
     ],
 )
 def test_what_is_out_of_its_range_is_refused(options, words):
-    """And what test_bad_input.py has."""
     with pytest.raises(ValueError, match=words):
         continue_next(**{"prompts": [[1]]} | options)

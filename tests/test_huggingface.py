@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -14,23 +12,22 @@ import ray.train
 import tiktoken
 import torch
 import transformers
-from conftest import WITH_PYTORCH
+from conftest import ROOT, WITH_PYTORCH
 from flax import nnx
 from peers import ODD, make_peer, ours
 from safetensors.numpy import load_file, save_file
-from samples import byte_pairs, loss_of
+from samples import byte_pairs, loss_of, python
 
 import trainkit.config
+import trainkit.generate
 import trainkit.huggingface
 import trainkit.tokenizers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def peer(tmp_path):
-    """A function that makes a random Hugging Face GPT-2 and its folder."""
-    return lambda shape: (make_peer(shape, tmp_path / "theirs"), tmp_path / "theirs")
+    """A random Hugging Face GPT-2, and its folder."""
+    return make_peer(ODD, tmp_path / "theirs"), tmp_path / "theirs"
 
 
 def save(model, path) -> ray.train.Checkpoint:
@@ -44,7 +41,7 @@ def save(model, path) -> ray.train.Checkpoint:
 
 
 def test_the_same_function(tutorial, small, peer):
-    theirs, folder = peer(ODD)
+    theirs, folder = peer
     model = ours(tutorial, small, folder)
     tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
     with torch.no_grad():
@@ -56,7 +53,7 @@ def test_the_same_function(tutorial, small, peer):
 
 
 def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
-    _, folder = peer(ODD)
+    _, folder = peer
     model = ours(tutorial, small, folder)
     checkpoint = save(model, tmp_path / "checkpoint")
     model = trainkit.generate.load_model(tutorial.create_model, checkpoint)
@@ -90,16 +87,10 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
     model = tutorial.create_model(small(vocab_size=50_257, block_size=64))
     folder = trainkit.huggingface.export(model, tmp_path / "exported")
     text = "Hello, world! Ünïcode 漢字\n\n  spaces 123's"
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), text],
-        env=WITH_PYTORCH | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
+    path = WITH_PYTORCH.get("PYTHONPATH")
+    said = python(PROGRAM, folder, text, PYTHONPATH=path, HF_HUB_OFFLINE="1")
     expected = [*tiktoken.get_encoding("gpt2").encode(text), 50_256]
-    assert result.stdout.strip().splitlines()[-1] == str(expected)
+    assert said.splitlines()[-1] == str(expected)
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(FileExistsError, match="another folder"):
         trainkit.huggingface.export(model, folder)
@@ -139,7 +130,7 @@ def in_shards(folder, tensors):
 
 @pytest.mark.parametrize("change", [stray, with_masks, with_a_tied_head, in_shards])
 def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
-    theirs, folder = peer(ODD)
+    theirs, folder = peer
     change(folder, load_file(folder / "model.safetensors"))
     model = ours(tutorial, small, folder)
     tokens = np.random.default_rng(0).integers(0, ODD["vocab_size"], (2, 33))
@@ -150,18 +141,20 @@ def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_types_are_read_as_they_are(tutorial, small, peer, dtype):
-    theirs, folder = peer(ODD)
+    theirs, folder = peer
     theirs.to(dtype).save_pretrained(folder)
     found = ours(tutorial, small, folder).wte.embedding[...][: ODD["vocab_size"]]
     expected = theirs.transformer.wte.weight.float().detach().numpy()
     np.testing.assert_array_equal(found, expected)
 
 
-def edit(**changed):
-    """Tensors to change or to add."""
-    return lambda folder, tensors: save_file(
-        tensors | changed, folder / "model.safetensors"
-    )
+def edit(name, tensor):
+    """A tensor to change or to add."""
+
+    def change(folder, tensors):
+        save_file(tensors | {name: tensor}, folder / "model.safetensors")
+
+    return change
 
 
 def configure(**others):
@@ -176,9 +169,24 @@ def both_forms(folder, tensors):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
 
+def cut_off(folder, tensors):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+
+
 def a_shard_less(folder, tensors):
     in_shards(folder, tensors)
     (folder / "b.safetensors").unlink()
+
+
+def a_tensor_in_two_shards(folder, tensors):
+    in_shards(folder, tensors)
+    save_file({WTE: tensors[WTE]}, folder / "a.safetensors")
+
+
+def a_damaged_index(folder, tensors):
+    in_shards(folder, tensors)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
 
 
 def without_weights(folder, tensors):
@@ -186,7 +194,7 @@ def without_weights(folder, tensors):
     stray(folder, tensors)
 
 
-WTE = "transformer.wte.weight"
+WTE, ZEROS = "transformer.wte.weight", np.zeros((1237, 80))
 BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
 
 
@@ -194,51 +202,40 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
     "change, message",
     [
         (configure(vocab_size=1240), r"wte.weight \(1237, 80\), expected \(1240, 80\)"),
-        (
-            configure(n_layer=4),
-            r"of 52 tensors, 12 differ .*: found h.3.* none, expected",
-        ),
-        (
-            edit(**{"adapter.weight": np.zeros(3)}),
-            r"adapter.weight \(3,\), expected none",
-        ),
-        (
-            edit(**{"lm_head.weight": np.zeros((1237, 80))}),
-            "lm_head.weight and wte.weight",
-        ),
-        (edit(**{"wte.weight": np.zeros((1237, 80))}), "has wte.weight twice"),
-        (
-            edit(**{WTE: np.zeros((1237, 80), np.int8)}),
-            "has wte.weight as int8; expected",
-        ),
+        (configure(n_layer=4), "of 52 tensors, 12 differ .*: found h.3.* none, exp"),
+        (edit("adapter.weight", np.zeros(3)), r"adapter.weight \(3,\), expected none"),
+        (edit("lm_head.weight", ZEROS), "lm_head.weight and wte.weight"),
+        (edit("wte.weight", ZEROS), "has wte.weight twice"),
+        (edit(WTE, ZEROS.astype(np.int8)), "has wte.weight as int8; expected"),
         (both_forms, f"{BOTH} both"),
         (without_weights, f"{BOTH} neither"),
+        (cut_off, "model.safetensors can't be read"),
         (a_shard_less, "b.safetensors can't be read"),
+        (a_tensor_in_two_shards, "b.safetensors has wte.weight twice"),
+        (a_damaged_index, "model.safetensors.index.json can't be read"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_weights_that_are_others_are_refused(tutorial, small, peer, change, message):
-    _, folder = peer(ODD)
+    _, folder = peer
     change(folder, load_file(folder / "model.safetensors"))
     with pytest.raises(ValueError, match=f"init_from: .*{message}"):
         ours(tutorial, small, folder)
 
 
 def test_a_tokenizer_that_comes_with_weights_is_the_runs(peer, tmp_path):
-    _, folder = peer(ODD)
+    _, folder = peer
     path = tmp_path / "config.yaml"
     path.write_text(f"init_from: {folder}\nplatform: cpu\n")
     load = trainkit.config.load_config
     assert load(path).vocab_size == 1237  # none comes with them: it isn't known
     byte_pairs(folder / "tokenizer.json", ["the value of some words"], 300)
-    with pytest.raises(
-        ValueError, match=f"tokenizer: that of {folder}, .*'The value of"
-    ):
+    words = f"tokenizer: that of {folder}, .*'The value of"
+    with pytest.raises(ValueError, match=words):
         load(path)
     assert load(path, tokenizer=str(folder)).tokenizer == str(folder)
-    trainkit.huggingface.their_tokenizer(
-        trainkit.tokenizers.load("gpt2")
-    ).save_pretrained(folder)
+    gpt2 = trainkit.huggingface.their_tokenizer(trainkit.tokenizers.load("gpt2"))
+    gpt2.save_pretrained(folder)
     assert load(path).tokenizer == "gpt2"
 
 
@@ -264,6 +261,19 @@ def test_other_kinds_of_gpt2_are_refused(tmp_path, setting, value, expected):
         trainkit.huggingface.published_shape(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", [None, "{", "3", '{"n_layer": "1"}'])
+def test_config_json_that_cannot_be_read(tmp_path, text):
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"init_from: .*config\.json can't be read"):
+        trainkit.huggingface.published_shape(str(tmp_path))
+
+
+def test_name_that_the_hub_would_not_take():
+    with pytest.raises(ConnectionError, match="init_from: 'a b/c/d' is no folder"):
+        trainkit.huggingface.find_folder("a b/c/d")
+
+
 def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
     """The hub's own gpt2 has none of the keys that later models brought."""
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 9}
@@ -274,17 +284,14 @@ def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
 
 
 def test_finetune_file_takes_its_shape_from_the_weights(peer):
-    _, folder = peer(ODD)
-    config = trainkit.config.load_config(
-        ROOT / "configs/gpt2-finetune.yaml", init_from=os.path.relpath(folder)
-    )
+    _, folder = peer
+    load = partial(trainkit.config.load_config, ROOT / "configs/gpt2-finetune.yaml")
+    config = load(init_from=os.path.relpath(folder))
     shape = {key: getattr(config, key) for key in ODD}
     assert shape == ODD and config.dropout == 0.1
     assert config.init_from == str(folder)  # wherever the workers run
     with pytest.raises(ValueError, match="finetune.yaml: .*'block_size': 33"):
-        trainkit.config.load_config(
-            ROOT / "configs/gpt2-finetune.yaml", init_from=str(folder), block_size=16
-        )
+        load(init_from=str(folder), block_size=16)
 
 
 def test_another_vocabulary_gets_no_tokenizer(tutorial, small, tmp_path, capsys):
@@ -301,9 +308,8 @@ def test_a_checkpoint_of_gpus_answers_on_a_cpu(tutorial, small, tmp_path):
     """With the attention that runs here, for which its configuration need not change."""
     shape = {"n_embd": 32, "n_head": 2, "compute_dtype": "bfloat16"}
     model = tutorial.create_model(small(platform="gpu", attention="cudnn", **shape))
-    loaded = trainkit.generate.load_model(
-        tutorial.create_model, save(model, tmp_path / "step")
-    )
+    checkpoint = save(model, tmp_path / "step")
+    loaded = trainkit.generate.load_model(tutorial.create_model, checkpoint)
     tokens = np.arange(8)[None]
     alike = tutorial.create_model(small(attention="xla", **shape))
     np.testing.assert_array_equal(loaded(tokens), alike(tokens))

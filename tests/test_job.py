@@ -5,15 +5,13 @@ import re
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import ray
 import yaml
-from conftest import stop_ray
+from conftest import ROOT, stop_ray
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture

@@ -20,16 +20,6 @@ import trainkit.sharding
 from trainkit.layers import attend, cross_entropy, run_blocks
 
 
-def test_attention_is_pytorchs():
-    """Of several heads, windows, and lengths."""
-    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 7, 3, 5))  # B, T, H, D/H
-    theirs = [torch.tensor(np.asarray(x)).transpose(1, 2) for x in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True)
-    np.testing.assert_allclose(
-        attend("xla", q, k, v), expected.transpose(1, 2), atol=1e-6
-    )
-
-
 def test_splash_attention_equals_the_plain_one():
     """The TPU kernel, interpreted: the same results and gradients, over several blocks."""
     shape = (1, 2 * trainkit.config.SPLASH_BLOCK, 2, 64)  # B, T, H, D/H

@@ -1,16 +1,17 @@
-"""GPT-2 as published: size, initialization, causality, precision."""
+"""GPT-2 as published: size, initialization, causality, precision, loss."""
 
 import dataclasses
 import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import ray.train
 from flax import nnx
-from samples import random_tokens
+from samples import loss_of, random_tokens
 
 import trainkit.checkpoints
 import trainkit.config
@@ -57,14 +58,6 @@ def test_weights_follow_the_seed(tutorial, small):
     np.testing.assert_array_equal(found, table(5))
 
 
-def test_logits_have_shape_dtype_and_no_padding(tutorial, small):
-    config = small(compute_dtype="bfloat16")
-    model = tutorial.create_model(config)
-    logits = model(random_tokens(config, (3, 16)))
-    assert logits.shape == (3, 16, config.vocab_size) != config.padded_vocab_size
-    assert np.isfinite(logits.astype(np.float32)).all()
-
-
 def test_a_later_token_never_changes_an_earlier_logit(tutorial, small):
     config = small()
     model = nnx.jit(tutorial.create_model(config))
@@ -84,6 +77,19 @@ def test_dropout_is_on_only_with_a_stream(tutorial, small):
     assert (drop() == drop()).all()
     streams = [nnx.Rngs(dropout=jax.random.key(i)) for i in range(2)]
     assert (drop(rngs=streams[0]) != drop(rngs=streams[1])).any()
+
+
+def test_bfloat16_loss_is_summed_in_float32(tutorial, small):
+    """Changes far below bfloat16's resolution, 2^-6 near 6.26, still show."""
+    config = small(compute_dtype="bfloat16")
+    batches = [random_tokens(config, (4, 17), seed) for seed in range(16)]
+    model = tutorial.create_model(config)
+    losses = [loss_of(tutorial, model, batch) for batch in batches]
+    assert len(set(losses)) == 16
+    assert any(loss != float(jnp.bfloat16(loss)) for loss in losses)
+    exact = tutorial.create_model(dataclasses.replace(config, compute_dtype="float32"))
+    assert losses[0] == pytest.approx(loss_of(tutorial, exact, batches[0]), abs=0.02)
+    assert losses[0] == pytest.approx(math.log(config.vocab_size), abs=0.1)  # a guess
 
 
 def test_a_frequent_token_learns_in_bfloat16_as_well(tutorial, small):

@@ -16,8 +16,8 @@ from pathlib import Path
 import nbformat
 import pytest
 import render_readme
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.ipynb", "docs/guide.md", "benchmarks/README.md", "CONTRIBUTING.md"]
 PAGES += ["docs/upstream.md"]
 SOURCES = [ROOT / page.replace(".ipynb", ".md") for page in PAGES]  # as on GitHub
@@ -216,6 +216,12 @@ def test_links_lead_somewhere_on_github(path):
     for file in re.findall(r"`((?:configs|ci|trainkit|tests)/[\w./-]+\.\w+)`", text):
         own = file in ("configs/books.yaml", "configs/mesh.yaml", "configs/mine.yaml")
         assert own or (ROOT / file).exists(), file  # a reader makes these
+
+
+def test_each_promise_is_held_by_a_test():
+    table = (ROOT / "tests/README.md").read_text()
+    for file, name in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", table):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text() or not name
 
 
 def test_every_image_is_used():

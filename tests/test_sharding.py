@@ -1,17 +1,16 @@
 """The mesh, how parameters are divided over it, and batches on it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from conftest import ROOT
+from flax import nnx, traverse_util
 
 import trainkit.config
 import trainkit.sharding
 
-ROOT = Path(__file__).resolve().parent.parent
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
 AXES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
@@ -110,52 +109,38 @@ def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, mess
         list(trainkit.sharding.global_batches(batches, [expected], config, mesh))
 
 
-def specs_of(rules, fsdp=2, tensor=2, **shapes) -> dict[str, tuple]:
-    """How arrays of these names and shapes are divided; "__" stands for a slash."""
-    arrays = {}
-    for name, shape in shapes.items():
-        *modules, leaf = name.split("__")
-        inner = arrays
-        for module in modules:
-            inner = inner.setdefault(module, {})
-        inner[leaf] = nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
+def specs_of(rules, shapes: dict, fsdp=2, tensor=2) -> dict[str, tuple]:
+    """How arrays of these names and shapes are divided."""
+    arrays = {
+        name: nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
+        for name, shape in shapes.items()
+    }
+    params = nnx.State(traverse_util.unflatten_dict(arrays, sep="/"))
     mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
-    specs = trainkit.sharding.parameter_specs(nnx.State(arrays), rules, mesh)
+    specs = trainkit.sharding.parameter_specs(params, rules, mesh)
     leaves = jax.tree.leaves_with_path(specs)
     return {trainkit.sharding.name_of(path): tuple(spec) for path, spec in leaves}
 
 
 def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides():
-    found = specs_of(
-        (),
-        fsdp=4,
-        a__kernel=(6, 8),
-        a__bias=(8,),
-        b__kernel=(16, 8),
-        b__bias=(8,),
-        c__kernel=(6, 9),
-        d__w=(3, 4, 12),
-        e__scale=(8,),
-        f__alpha=(),
-    )
-    assert found == {
-        "a/kernel": (None, "fsdp"),
-        "a/bias": ("fsdp",),
-        "b/kernel": ("fsdp", None),
-        "b/bias": (None,),
-        "c/kernel": (None, None),
-        "d/w": (None, None, "fsdp"),
-        "e/scale": (None,),
-        "f/alpha": (),
+    expected = {
+        "a/kernel": ((6, 8), (None, "fsdp")),
+        "a/bias": ((8,), ("fsdp",)),
+        "b/kernel": ((16, 8), ("fsdp", None)),
+        "b/bias": ((8,), (None,)),
+        "c/kernel": ((6, 9), (None, None)),
+        "d/w": ((3, 4, 12), (None, None, "fsdp")),
+        "e/scale": ((8,), (None,)),
+        "f/alpha": ((), ()),
     }
+    found = specs_of((), {name: shape for name, (shape, _) in expected.items()}, fsdp=4)
+    assert found == {name: spec for name, (_, spec) in expected.items()}
 
 
 def test_the_first_row_that_fits_counts():
     rules = (("up/first", ("tensor", None)), ("first", ("fsdp", "tensor")))
-    found = specs_of(
-        rules, up__first__kernel=(2, 4), first__kernel=(2, 4), first__bias=(4,)
-    )
-    assert found == {
+    kernels = {"up/first/kernel": (2, 4), "first/kernel": (2, 4)}
+    assert specs_of(rules, kernels | {"first/bias": (4,)}) == {
         "up/first/kernel": ("tensor", None),
         "first/kernel": ("fsdp", "tensor"),
         "first/bias": ("tensor",),
@@ -174,7 +159,7 @@ def test_the_first_row_that_fits_counts():
 )
 def test_rows_that_cannot_be_followed_are_refused(rule, message):
     with pytest.raises(ValueError, match=f"SHARDING_RULES: .*{message}"):
-        specs_of((rule,), layer__kernel=(4, 3))
+        specs_of((rule,), {"layer/kernel": (4, 3)})
 
 
 def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):

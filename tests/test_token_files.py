@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from samples import shuffled_in_plain_integers
 
 import trainkit.token_files
 import trainkit.tokenizers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("files", [["train.bin"], ["val.bin", "notes"], ["manifest"]])
@@ -216,6 +215,24 @@ def test_a_window_needs_a_token_after_its_last(small, tokens, windows):
     assert last[0].tolist() == list(range(84 + 16 * windows, 101 + 16 * windows))
 
 
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("", "JSONDecodeError"),
+        ('{"source": ', "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ('{"tokens": {}}', "KeyError"),
+        ('{"source": {}, "tokens": {"val": 402}}', "val.bin has 802 bytes, not 804"),
+    ],
+)
+def test_what_is_damaged_is_named(small, write_bins, text, found):
+    folder = Path(write_bins(small()).data_dir)
+    (folder / "manifest.json").write_text(text)
+    words = f"manifest.json or what it describes is damaged .*{found}.* Delete"
+    with pytest.raises(ValueError, match=words):
+        trainkit.token_files.read_manifest(folder)
+
+
 def test_a_file_that_ends_too_soon(small, write_bins):
     config = write_bins(small())
     last = trainkit.token_files.count_windows(config, "train")
@@ -234,17 +251,6 @@ def test_order_of_windows_never_changes(size):
         expected = [shuffled_in_plain_integers(int(i), size, key) for i in index]
         assert found.dtype == np.int64 and found.tolist() == expected
         assert len({*expected}) == len(index) and max(expected) < size
-
-
-def test_mix_is_splitmix64():
-    """Its first numbers from the seed 1234567 are published with the reference."""
-    gamma = 0x9E3779B97F4A7C15
-    states = np.array([1234567 + n * gamma for n in (1, 2, 3)], object) % 2**64
-    assert trainkit.token_files.mix(states.astype(np.uint64)).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
 
 
 @pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])

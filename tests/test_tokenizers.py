@@ -1,10 +1,7 @@
 """Tokenizers by name: their tokens in the files, in the text, and in what is exported."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -15,7 +12,7 @@ import tokenizers
 import transformers
 import yaml
 from notebook_module import initial_state
-from samples import END, byte_pairs, without_a_cluster
+from samples import END, byte_pairs, python, without_a_cluster
 
 import trainkit.corpus
 import trainkit.generate
@@ -25,7 +22,6 @@ import trainkit.token_files
 import trainkit.tokenizers
 from trainkit.config import TrainingConfig, load_config
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [
     "Some text, and more of it.\n",
     "It costs 3 € <|endoftext|> or so.",
@@ -254,20 +250,12 @@ def test_long_runs_of_spaces_have_tokens(text):
 
 def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
     """In a process of its own: tiktoken keeps what it has read."""
-    result = subprocess.run(
-        [sys.executable, "-c", "import trainkit.tokenizers as t; t.load('gpt2')"],
-        cwd=ROOT,
-        env=os.environ
-        | {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"},
-        capture_output=True,
-        text=True,
-    )
-    (line,) = [x for x in result.stderr.splitlines() if x.startswith("ConnectionError")]
-    assert (
-        "the vocabulary of gpt2 is not on this machine" in line
-        and "TIKTOKEN_CACHE_DIR" in line
-    )
-    assert "ci/offline_vocabulary.py" in line
+    script = "import trainkit.tokenizers as t; t.load('gpt2')"
+    nowhere = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    words = "the vocabulary of gpt2 is not on this machine.*ci/offline_vocabulary.py"
+    words = f"\nConnectionError: .*{words}.* TIKTOKEN_CACHE_DIR"
+    with pytest.raises(AssertionError, match=words):
+        python(script, **nowhere)
 
 
 def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):

@@ -1,34 +1,27 @@
 """The real train step, compiled for TPUs by libtpu, on a machine that has none."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from samples import python
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*command: str) -> str:
+def run(script: str | Path, *arguments: str) -> str:
     """What a process of its own prints."""
     # And a place of its own for libtpu's lock file, which one process at a time may use, and
     # for its logs, which any Ray cluster of the machine would show as those of its workers.
     with tempfile.TemporaryDirectory() as folder:
-        own = {"TMPDIR": folder, "TPU_LOG_DIR": folder, "JAX_PLATFORMS": "cpu"}
-        settings = {"cwd": ROOT, "env": os.environ | own, "timeout": 1200}
-        command = [sys.executable, *command]
-        result = subprocess.run(command, capture_output=True, text=True, **settings)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+        return python(script, *arguments, TMPDIR=folder, TPU_LOG_DIR=folder)
 
 
 def compile_for_tpu(config: str, *options: str) -> dict:
     """What `benchmarks/tpu_compile.py` says."""
-    script = "benchmarks/tpu_compile.py"
+    script = ROOT / "benchmarks/tpu_compile.py"
     said = run(script, f"configs/{config}", *options, "--json")
     return json.loads(said.splitlines()[-1])
 
@@ -37,16 +30,10 @@ def test_gpt2_124m_compiles_for_a_v6e_slice():
     """With 1 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
     report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml", "n_layer=1")
     assert report["devices"] == 16
-    assert report["total_gib"] < 31.25  # of a chip's 32 GB, what is left to programs
     assert report["temporary_gib"] < 1.4  # 1.48 with heads of 64 as the last axis
     assert report["kernels"] == 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}
-
-
-@pytest.mark.extra
-def test_stories_compile_for_a_v6e_slice():
-    assert compile_for_tpu("stories-tpu-v6e.yaml")["total_gib"] < 31.25
 
 
 @pytest.mark.extra
@@ -84,4 +71,4 @@ for slices, fsdp, tensor in json.loads(sys.argv[1]):
 
 def test_any_mesh_fits_a_slice_and_none_crosses_two():
     shapes = [(1, 1, 1), (1, 16, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (2, 8, 2)]
-    run("-c", MESHES, json.dumps(shapes))
+    run(MESHES, json.dumps(shapes))
