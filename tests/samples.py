@@ -1,7 +1,10 @@
-"""Tokens and tokenizers to try things with, and a few steps of training in this process."""
+"""Tokens and tokenizers to try things with, a few steps of training, and other processes."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,24 @@ import jax.extend.core
 import numpy as np
 import pyarrow as pa
 import tokenizers
+from conftest import ROOT
 from flax import nnx
 
-ROOT = Path(__file__).resolve().parent.parent
 END = "<|endoftext|>"
+
+
+def python(script: str | Path, *arguments, cwd=ROOT, **variables: str | None) -> str:
+    """What a new Python prints that runs a script, which is its text or its path.
+
+    None takes a variable away. Raises an AssertionError with all output if the script fails.
+    """
+    program = [script] if isinstance(script, Path) else ["-c", script]
+    command = [sys.executable, *map(str, [*program, *arguments])]
+    environment = {k: v for k, v in (os.environ | variables).items() if v is not None}
+    options = {"env": environment, "cwd": cwd, "errors": "replace", "timeout": 1200}
+    done = subprocess.run(command, capture_output=True, **options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
 
 
 def random_tokens(config, shape, seed=0) -> np.ndarray:
