@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import ray.data
 import ray.train
 from conftest import read_arrays
 from notebook_module import initial_state
@@ -24,7 +23,6 @@ from notebook_module import initial_state
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.sharding
-import trainkit.token_files
 
 
 def log_of(config) -> list[dict]:
@@ -142,20 +140,14 @@ def at_step(step: int):
     return lambda config: last_step(config) >= step
 
 
-def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
-    """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
-    train = split == "train"
-    steps = range(first_step, config.max_steps) if train else range(config.eval_steps)
-    yield from tutorial.read_batches(config, mesh, split, steps)
-
-
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run in this process, without Ray Train."""
     config = dataclasses.replace(config, num_workers=1)
     mesh = trainkit.sharding.make_mesh(config)
     state, losses = initial_state(tutorial, config, mesh), []
+    steps = range(config.max_steps)
     with jax.set_mesh(mesh):
-        for windows in batches_of(tutorial, config, mesh):
+        for windows in tutorial.read_batches(config, mesh, "train", steps):
             state, metrics = tutorial.train_step(state, windows, config)
             losses.append(float(metrics["loss"]))
     return losses

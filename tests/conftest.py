@@ -39,15 +39,7 @@ from trainkit.config import TrainingConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
-LONGEST = (
-    "notebook",
-    "nodes",
-    "storage",
-    "tpu_compile",
-    "verify",
-    "faults",
-    "tpu_slice",
-)
+LONGEST = "notebook nodes storage tpu_compile verify faults tpu_slice".split()
 
 
 def pytest_addoption(parser):

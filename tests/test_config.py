@@ -262,6 +262,7 @@ def test_stories_are_the_same_on_gpus_and_tpus():
     one, other = (dataclasses.asdict(load_config(path)) for path in paths)
     recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
     assert all(one[key] == other[key] for key in (*recipe, "max_steps"))
+    assert one["max_steps"] == one["decay_steps"]
 
 
 WEB = "Skylion007-openwebtext"

@@ -18,9 +18,9 @@ from conftest import read_arrays
 from samples import shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.checkpoints
+import trainkit.generate
 import trainkit.launch
 import trainkit.sharding
-import trainkit.token_files
 import trainkit.workers
 
 SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}

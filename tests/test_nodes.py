@@ -85,7 +85,7 @@ def test_node_goes_away_while_a_checkpoint_is_written(tutorial, reference, two_n
 
 @pytest.mark.extra
 def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
-    """That of 6.7 billion parameters, made small: eight GPUs of a node share them."""
+    """gpt2-7b-gpu.yaml, made small; here, the eight GPUs of a node share its parameters."""
 
     def simulated(config):
         count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"

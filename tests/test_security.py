@@ -29,10 +29,17 @@ def test_nothing_unpickles():
         assert not any(word in source for source in sources), word
 
 
+class Nothing(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(404)
+
+    do_HEAD = do_GET
+
+
 @pytest.fixture
 def empty_hub():
     """The address of a hub that has no dataset."""
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # answers 501
+    with HTTPServer(("127.0.0.1", 0), Nothing) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -20,7 +20,6 @@ from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 
 import trainkit
-import trainkit.config
 import trainkit.run_log
 import trainkit.workers
 
@@ -71,7 +70,7 @@ def run_script(
     script: str, *runner: str, cwd: Path = ROOT, **variables: str | None
 ) -> subprocess.Popen:
     """A Python of its own, or that of a runner; None takes a variable away."""
-    environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
+    environment = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": None} | variables
     return subprocess.Popen(
         [*(runner or [sys.executable]), "-c", script],
         cwd=cwd,
@@ -328,8 +327,9 @@ def test_an_observer_cannot_end_what_it_observes(capsys):
     observer = trainkit.run_log.Observer(send)
     for step in (1, 2, 3, 4, 5):
         observer.lines.put({"step": step})
+    wait_for(lambda: len(seen) == 4, seconds=60, what="the lines")
     start = time.monotonic()
-    observer.close(seconds=2.0)
+    observer.close(seconds=0.5)
     assert time.monotonic() - start < 30 and observer.thread.daemon
     assert seen == [1, 2, 3, 4]
     said = capsys.readouterr().out
