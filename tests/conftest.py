@@ -15,7 +15,8 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
-WITHOUT_TORCH = str(Path(__file__).parent / "without_torch")
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = str(ROOT / "tests/without_torch")
 if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest-xdist
     import sitecustomize
 
@@ -23,8 +24,8 @@ if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest
     del os.environ["PYTHONPATH"]
 WITH_PYTORCH = dict(os.environ)
 os.environ["PYTHONPATH"] = WITHOUT_TORCH
-CACHE = Path(__file__).resolve().parent.parent / "build" / "jax-cache"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # for all runs
+CACHE = str(ROOT / "build/jax-cache")  # for all runs
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
@@ -37,7 +38,6 @@ from notebook_module import load_notebook
 
 from trainkit.config import TrainingConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
 LONGEST = "notebook nodes storage tpu_compile verify faults tpu_slice".split()
 

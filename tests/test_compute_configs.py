@@ -1,14 +1,13 @@
 """The machine descriptions in configs/compute: form, and agreement with configs/."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 import trainkit.config
 
-ROOT = Path(__file__).resolve().parent.parent
 COMPUTE = ROOT / "configs/compute"
 RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 import trainkit.config
 from trainkit.config import TrainingConfig, load_config
 
-ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ROOT / "configs/smoke.yaml"
 # gpt2-finetune starts from weights on the hub; test_huggingface loads it with local ones.
 FILES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "finetune" not in p.name)

@@ -9,16 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from accidents import wait_for
+from conftest import ROOT
 
 import trainkit.checkpoints
 import trainkit.lock
 
-ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import json, os, sys, time
 sys.path.insert(0, sys.argv[1])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import start_ray, stop_ray
+from conftest import ROOT, start_ray, stop_ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
@@ -29,7 +28,6 @@ import trainkit.sharding
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture

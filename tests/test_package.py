@@ -1,7 +1,6 @@
 """The package beside the notebook: its form, what importing it costs, and how it travels."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -9,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from notebook_module import code_cells
 from packaging.version import Version
-from samples import imports_of
+from samples import imports_of, python
 
 import trainkit
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trainkit"
 TREES = {
     path.stem: ast.parse(path.read_text())
@@ -52,13 +51,9 @@ def test_module_is_explained(name):
 
 def test_what_reads_text_needs_no_jax():
     """Ray Data's tasks import it, and should start quickly."""
-    names = [f"trainkit.{n}" for n in ("tokenizers", "config", "corpus", "token_files")]
-    script = f"import sys, {', '.join(names)}; print(*sys.modules)"
-    command = [sys.executable, "-c", script]
-    loaded = {
-        name.split(".")[0]
-        for name in subprocess.check_output(command, cwd=ROOT, text=True).split()
-    }
+    names = "tokenizers, config, corpus, token_files"
+    printed = python(f"import sys; from trainkit import {names}; print(*sys.modules)")
+    loaded = {name.split(".")[0] for name in printed.split()}
     assert "trainkit" in loaded and not loaded & HEAVY
 
 
@@ -93,16 +88,7 @@ def test_package_reaches_workers_that_do_not_see_its_folder(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "trainkit")
     (init,) = [c.source for c in code_cells() if "ray.init(" in c.source]
     script = FAR_WORKERS.replace("INIT", init.split("trainkit.check_cluster")[0])
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    python(script, tmp_path, cwd=tmp_path, PYTHONPATH=None)
     for name in ("task", "worker"):
         path = Path((tmp_path / name).read_text())
         assert not path.is_relative_to(tmp_path) and not path.is_relative_to(ROOT)
@@ -167,10 +153,10 @@ def test_old_python_is_refused(monkeypatch):
 
 
 def test_windows_is_refused_in_a_sentence():
-    script = "import importlib.metadata, sys; sys.platform = 'win32'; import trainkit"
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "runs on Linux and macOS, found 'win32'" in result.stderr
+    with pytest.raises(AssertionError, match="runs on Linux and macOS, found 'win32'"):
+        python(
+            "import importlib.metadata, sys; sys.platform = 'win32'; import trainkit"
+        )
 
 
 def test_the_oldest_pins_are_the_oldest_that_are_accepted(tmp_path, monkeypatch):

@@ -6,17 +6,16 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from conftest import ROOT
 from notebook_module import code_cells
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 from samples import imports_of
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
 TESTS = "ci/test-requirements.txt"
 IMPORT_NAMES = {

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +12,13 @@ import numpy as np
 import pytest
 import ray
 from accidents import wait_for
+from conftest import ROOT
+from samples import python
 from tensorboardX.proto import event_pb2
 
 import trainkit.run_log
 import trainkit.workers
 from trainkit.config import TrainingConfig
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class State(NamedTuple):
@@ -174,11 +172,7 @@ bar.update(3)
 
 def test_a_bar_that_is_open_at_the_end_does_no_harm():
     """Python 3.13 would end with a segmentation fault."""
-    result = subprocess.run(
-        [sys.executable, "-c", OPEN_BAR], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "closed\n"
+    assert python(OPEN_BAR) == "closed\n"
 
 
 GOOD = {"loss": 1.0, "grad_norm": 1.0}

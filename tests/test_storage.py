@@ -30,8 +30,6 @@ import trainkit.generate
 import trainkit.lock
 import trainkit.token_files
 
-ROOT = Path(__file__).resolve().parent.parent
-
 pytestmark = pytest.mark.slow
 
 

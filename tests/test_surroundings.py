@@ -1,12 +1,11 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +14,14 @@ import pytest
 import ray
 import ray.train.v2.jax
 from accidents import in_the_background, kill_controller, wait_for
-from conftest import start_ray, stop_ray
+from conftest import ROOT, start_ray, stop_ray
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
+from samples import python
 
 import trainkit
 import trainkit.run_log
 import trainkit.workers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SMALL_RUN = """
 import os, time
@@ -63,42 +61,6 @@ def cell(start: str) -> str:
 
 START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
 ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-END = "print('ENDED WELL')\n"
-
-
-def run_script(
-    script: str, *runner: str, cwd: Path = ROOT, **variables: str | None
-) -> subprocess.Popen:
-    """A Python of its own, or that of a runner; None takes a variable away."""
-    environment = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": None} | variables
-    return subprocess.Popen(
-        [*(runner or [sys.executable]), "-c", script],
-        cwd=cwd,
-        env={k: v for k, v in environment.items() if v is not None},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, seconds: float = 240) -> str:
-    """What a script printed, once it has ended; all that it started ends with it."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()[0]
-
-
-def until(condition, process: subprocess.Popen, seconds: float = 240) -> None:
-    """Wait for it; if it doesn't come, the script ends, with all that it started."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(finish(process, 0)[-3000:])
-        time.sleep(0.2)
 
 
 def free_port() -> int:
@@ -120,6 +82,7 @@ def address(request) -> str:
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
+EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
 NO_PROJECT = ["uv", "run", "--no-project", "python"]
 PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
@@ -130,7 +93,9 @@ PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
     [
         ("started", ALONE, NO_PROJECT, "/proc/none"),
         pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
-        pytest.param("joined", START, [], str(Path.home()), marks=pytest.mark.extra),
+        pytest.param(
+            "joined", START, [sys.executable], str(Path.home()), marks=pytest.mark.extra
+        ),
     ],
     indirect=["address"],
     ids=["without a dashboard", "started", "joined"],
@@ -151,16 +116,17 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
     variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
-    variables |= {"RAY_ADDRESS": address}
-    process = run_script(begin + SMALL_RUN, *runner, cwd=tmp_path, **variables)
-    until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
-    options = {"include_dashboard": True, "dashboard_port": free_port()}
-    other = Cluster(initialize_head=True, head_node_args=options)
-    time.sleep(10)
-    other.shutdown()
-    time.sleep(2)
-    Path(f"{note}.over").touch()
-    assert "ENDED WELL" in finish(process)
+    variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
+    run = partial(python, EXEC, *runner, "-c", begin + SMALL_RUN, cwd=tmp_path)
+    with in_the_background(partial(run, **variables)) as printed:
+        wait_for(lambda: note.exists() and note.read_text().count("\n") >= 2, 240)
+        options = {"include_dashboard": True, "dashboard_port": free_port()}
+        other = Cluster(initialize_head=True, head_node_args=options)
+        time.sleep(10)
+        other.shutdown()
+        time.sleep(2)
+        Path(f"{note}.over").touch()
+        assert "ENDED WELL" in printed()
     assert sorted(note.read_text().splitlines()) == ["start 0", "start 1"]
 
 
@@ -206,8 +172,8 @@ import ray, trainkit
 ray.init(num_cpus=1, include_dashboard=False, runtime_env={"py_executable": "/no/python"})
 trainkit.check_cluster(8)
 """
-    said = finish(run_script(script, RAY_ADDRESS="local"))
-    assert "RuntimeError: Ray has started no process within 8 s." in said
+    with pytest.raises(AssertionError, match="Ray has started no process within 8 s."):
+        python(script)
 
 
 @pytest.mark.slow
@@ -225,9 +191,9 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
             wait_for(lambda: not there.connect_ex(at), seconds=60, what="the head")
         where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
         for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
-            said = finish(run_script(START, **where, **other))
-            assert "that cluster asks for a token. Set RAY_AUTH_MODE" in said, said
-        assert "ENDED WELL" in finish(run_script(START + END, **where, **token))
+            with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):
+                python(START, **where | other)
+        python(START, **where | token)
     finally:
         for process in (*psutil.Process(head.pid).children(recursive=True), head):
             process.kill()
@@ -235,8 +201,8 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
 
 
 def test_a_notebook_without_its_folder(tmp_path):
-    said = finish(run_script(cell("set_up_driver()"), cwd=tmp_path))
-    assert "Open this notebook in its clone, beside trainkit/." in said
+    with pytest.raises(AssertionError, match="Open this notebook in its clone, beside"):
+        python(cell("set_up_driver()"), cwd=tmp_path)
 
 
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
@@ -270,13 +236,11 @@ windows = np.zeros((4, 17), np.uint16)
 state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
 print(metrics, tutorial.eval_step(state.params, windows, config))
 print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
-print("ENDED WELL")
 """
     variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1"}
     variables |= {"JAX_NUMPY_RANK_PROMOTION": "warn", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
     variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    said = finish(run_script(script, **variables))
-    assert "ENDED WELL" in said, said[-3000:]
+    python(script, **variables)
 
 
 GPUS = [  # that Ray assigned, that are visible, JAX's own setting, visible afterwards

@@ -18,14 +18,13 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import start_ray, stop_ray
+from conftest import ROOT, start_ray, stop_ray
 from ray.cluster_utils import Cluster
 
 import trainkit.config
 import trainkit.workers
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
 
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,9 +11,9 @@ import numpy as np
 import pytest
 import ray.data
 from accidents import log_of
-from conftest import ROOT, read_arrays
+from conftest import read_arrays
 from notebook_module import abstract_state
-from samples import add_from_guide
+from samples import add_from_guide, python
 
 import trainkit.checkpoints
 import trainkit.generate
@@ -48,14 +45,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     one = dataclasses.replace(config, num_workers=1)
     together = dataclasses.asdict(one) | {"devices_per_worker": 2}
     flags = "--xla_force_host_platform_device_count=2"  # each draws its own dropout
-    printed = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, json.dumps(together)],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    printed = python(ONE_PROCESS, json.dumps(together), XLA_FLAGS=flags)
     expected = json.loads(printed.splitlines()[-1])
     np.testing.assert_allclose([line["loss"] for line in log], expected, atol=1e-4)
 

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ import numpy as np
 import pytest
 import ray
 import ray.train
+from conftest import ROOT
+from samples import python
 
 import trainkit.workers
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
@@ -101,14 +100,8 @@ def test_driver_leaves_accelerators_to_the_workers(tmp_path, how):
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(PLUGIN)
     (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")  # as beside the notebook
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, ROOT, how],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(tmp_path)},
-        check=True,
-        timeout=300,
-    )
+    there = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": None}
+    python(DRIVER, ROOT, how, **there)
     assert (tmp_path / "claimed").exists() == (how == "plain JAX")
 
 
