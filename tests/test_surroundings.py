@@ -49,7 +49,6 @@ JaxTrainer(
     ),
     jax_config=JaxConfig(use_gpu=True),
 ).fit()
-print("ENDED WELL")
 """
 
 
@@ -83,6 +82,7 @@ def address(request) -> str:
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
 EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+HERE = [sys.executable]
 NO_PROJECT = ["uv", "run", "--no-project", "python"]
 PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
@@ -93,9 +93,7 @@ PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
     [
         ("started", ALONE, NO_PROJECT, "/proc/none"),
         pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
-        pytest.param(
-            "joined", START, [sys.executable], str(Path.home()), marks=pytest.mark.extra
-        ),
+        pytest.param("joined", START, HERE, str(Path.home()), marks=pytest.mark.extra),
     ],
     indirect=["address"],
     ids=["without a dashboard", "started", "joined"],
@@ -118,7 +116,7 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
     variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
     run = partial(python, EXEC, *runner, "-c", begin + SMALL_RUN, cwd=tmp_path)
-    with in_the_background(partial(run, **variables)) as printed:
+    with in_the_background(partial(run, **variables)) as finish:
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 2, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
         other = Cluster(initialize_head=True, head_node_args=options)
@@ -126,7 +124,7 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
         other.shutdown()
         time.sleep(2)
         Path(f"{note}.over").touch()
-        assert "ENDED WELL" in printed()
+        finish()
     assert sorted(note.read_text().splitlines()) == ["start 0", "start 1"]
 
 
