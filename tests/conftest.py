@@ -35,7 +35,9 @@ import pytest
 import ray
 import ray.train
 from notebook_module import load_notebook
+from ray.cluster_utils import Cluster
 
+import trainkit.workers
 from trainkit.config import TrainingConfig
 
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
@@ -119,6 +121,29 @@ def pytest_collection_modifyitems(items):
 def cluster():
     """A real Ray cluster of one node, which stays until a test starts one of its own."""
     start_ray()
+
+
+@pytest.fixture
+def head():
+    """A cluster that has no more than a head, where this process stays."""
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    start_ray(cluster.address)
+    yield cluster
+    stop_ray()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Devices of the CPU play those that workers ask for."""
+    environment = trainkit.workers.environment
+
+    def on_cpu(config):
+        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
+        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+
+    monkeypatch.setattr(trainkit.workers, "environment", on_cpu)
 
 
 @pytest.fixture(scope="session")

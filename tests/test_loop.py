@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 import ray.train
 from conftest import read_arrays
-from samples import shuffled_in_plain_integers, without_a_cluster
+from samples import SLICE, shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.checkpoints
 import trainkit.generate
 import trainkit.launch
 import trainkit.sharding
 import trainkit.workers
-
-SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 4, "batch_size": 64, "num_workers": 8}
 
 
 def windows_of(config, split) -> np.ndarray:
@@ -222,7 +219,7 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     [
         ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
         ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
-        (SLICE, (False, True), {"TPU": 4}),
+        (SLICE | {"num_workers": 8}, (False, True), {"TPU": 4}),
     ],
 )
 def test_devices_that_the_trainer_asks_for(tutorial, small, changes, use, resources):

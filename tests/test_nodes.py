@@ -18,8 +18,7 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import ROOT, start_ray, stop_ray
-from ray.cluster_utils import Cluster
+from conftest import ROOT
 from ray.core.generated import autoscaler_pb2
 
 import trainkit.checkpoints
@@ -31,17 +30,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def two_nodes(monkeypatch):
+def two_nodes(monkeypatch, request):
     """A cluster of two nodes, with room for one worker and its data tasks on each."""
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # as by default
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
-    start_ray(cluster.address)  # on the head, which stays
+    cluster = request.getfixturevalue("head")
     cluster.add_node(num_cpus=3)
     cluster.wait_for_nodes()
-    yield cluster
-    stop_ray()
-    cluster.shutdown()
+    return cluster
 
 
 def slowed(tutorial, loop, seconds: float, world_size: int):
@@ -82,12 +77,8 @@ def test_node_goes_away_while_a_checkpoint_is_written(tutorial, reference, two_n
 
 
 @pytest.mark.extra
-def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
+def test_four_nodes_of_eight_gpus(tutorial, head, simulated, write_bins, tmp_path):
     """gpt2-7b-gpu.yaml, made small; here, the eight GPUs of a node share its parameters."""
-
-    def simulated(config):
-        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
-        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
 
     def loop(settings):
         make_mesh = trainkit.sharding.make_mesh
@@ -101,9 +92,7 @@ def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
         trainkit.sharding.make_mesh = note  # in the worker
         train_loop(settings)
 
-    environment, notes = trainkit.workers.environment, tmp_path / "mesh.txt"
-    train_loop = tutorial.train_loop_per_worker
-    monkeypatch.setattr(trainkit.workers, "environment", simulated)
+    train_loop, notes = tutorial.train_loop_per_worker, tmp_path / "mesh.txt"
     config = trainkit.config.load_config(
         ROOT / "configs/gpt2-7b-gpu.yaml",
         **{"num_workers": None, "fsdp": 8, "attention": "xla", "scan_layers": False},
@@ -113,19 +102,12 @@ def test_four_nodes_of_eight_gpus(tutorial, write_bins, tmp_path, monkeypatch):
         **{"data_dir": str(tmp_path / "data"), "storage_path": str(tmp_path / "runs")},
     )
     write_bins(config, val_tokens=2_001)
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    try:
-        start_ray(cluster.address)
-        for _ in range(4):
-            cluster.add_node(num_cpus=1, num_gpus=8)
-        cluster.wait_for_nodes()
-        config = trainkit.workers.with_num_workers(config)
-        assert config.num_workers == 4 and config.micro_batches == 2
-        assert tutorial.make_trainer(config, loop).fit().error is None
-    finally:
-        stop_ray()
-        cluster.shutdown()
+    for _ in range(4):
+        head.add_node(num_cpus=1, num_gpus=8)
+    head.wait_for_nodes()
+    config = trainkit.workers.with_num_workers(config)
+    assert config.num_workers == 4 and config.micro_batches == 2
+    assert tutorial.make_trainer(config, loop).fit().error is None
     rows = [[process] * 8 for process in range(4)]
     assert notes.read_text() == f"{{'data': 4, 'fsdp': 8, 'tensor': 1}} {rows}"
     alone = {"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "fsdp": 1}

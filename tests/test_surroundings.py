@@ -1,7 +1,6 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import ray
 import ray.train.v2.jax
-from accidents import in_the_background, kill_controller, wait_for
+from accidents import answers, free_port, in_the_background, kill_controller, wait_for
 from conftest import ROOT, start_ray, stop_ray
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
@@ -60,12 +59,6 @@ def cell(start: str) -> str:
 
 START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
 ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture
@@ -184,9 +177,7 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
     start += [f"--ray-client-server-port={free_port()}"]
     head = subprocess.Popen(start, env=os.environ | token, start_new_session=True)
     try:
-        with socket.socket() as there:
-            at = ("127.0.0.1", port)
-            wait_for(lambda: not there.connect_ex(at), seconds=60, what="the head")
+        wait_for(lambda: answers(port), seconds=60, what="the head")
         where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
         for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
             with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):

@@ -13,7 +13,7 @@ import pytest
 import ray
 import ray.train
 from conftest import ROOT
-from samples import python
+from samples import SLICE, python
 
 import trainkit.workers
 
@@ -264,10 +264,6 @@ def test_as_many_workers_as_share_a_batch(nodes, small, capsys):
 
 def tpus(n) -> dict:
     return {"CPU": 100, "TPU": n, "accelerator_type:TPU-V6E": 1}
-
-
-SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 4, "batch_size": 64}
 
 
 def test_workers_of_slices_are_whole_slices(nodes, small, capsys):
