@@ -1,15 +1,13 @@
-"""The package beside the notebook: its form, what importing it costs, and how it travels."""
+"""The package beside the notebook: its form, what importing it costs, and what it refuses."""
 
 import ast
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from notebook_module import code_cells
 from packaging.version import Version
 from samples import imports_of, python
 
@@ -55,43 +53,6 @@ def test_what_reads_text_needs_no_jax():
     printed = python(f"import sys; from trainkit import {names}; print(*sys.modules)")
     loaded = {name.split(".")[0] for name in printed.split()}
     assert "trainkit" in loaded and not loaded & HEAVY
-
-
-FAR_WORKERS = """
-import os, sys
-import ray, ray.train
-from ray.train.v2.jax import JaxTrainer
-
-INIT
-os.rename("trainkit", "elsewhere")
-
-def where(places):
-    import trainkit.token_files
-    with open(places["path"], "w") as file:
-        file.write(trainkit.token_files.__file__)
-
-ray.get(ray.remote(where).remote({"path": sys.argv[1] + "/task"}))
-JaxTrainer(
-    where,
-    scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 0.5}),
-    train_loop_config={"path": sys.argv[1] + "/worker"},
-    run_config=ray.train.RunConfig(
-        storage_path=sys.argv[1], worker_runtime_env={"env_vars": {"A": "1"}}
-    ),
-).fit()
-"""
-
-
-@pytest.mark.extra
-def test_package_reaches_workers_that_do_not_see_its_folder(tmp_path):
-    """As in a cluster: Ray carries it to tasks and to training workers."""
-    shutil.copytree(PACKAGE, tmp_path / "trainkit")
-    (init,) = [c.source for c in code_cells() if "ray.init(" in c.source]
-    script = FAR_WORKERS.replace("INIT", init.split("trainkit.check_cluster")[0])
-    python(script, tmp_path, cwd=tmp_path, PYTHONPATH=None)
-    for name in ("task", "worker"):
-        path = Path((tmp_path / name).read_text())
-        assert not path.is_relative_to(tmp_path) and not path.is_relative_to(ROOT)
 
 
 def test_paths_with_a_space_are_refused(tmp_path):

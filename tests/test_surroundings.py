@@ -28,15 +28,22 @@ import jax, ray, ray.train, trainkit.workers
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 note = os.environ["NOTE"]
+os.rename("trainkit", "elsewhere")  # workers don't see it, as in a cluster
+
+def where():
+    import trainkit.token_files
+    return trainkit.token_files.__file__
 
 def loop(settings):
     rank = ray.train.get_context().get_world_rank()
     with open(note, "a") as file:
-        print("start", rank, file=file)
+        print("start", rank, where(), file=file)
     assert jax.device_count() == 2
     while not os.path.exists(note + ".over"):
         time.sleep(0.1)
 
+with open(note, "a") as file:
+    print("task", 0, ray.get(ray.remote(where).remote()), file=file)
 JaxTrainer(
     loop,
     scaling_config=ray.train.ScalingConfig(
@@ -94,6 +101,8 @@ PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 def test_a_run_among_others(tmp_path, address, begin, runner, home):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
 
+    Nor do workers see this folder.
+
     Ray's cleaner would ask the other cluster's dashboard, and end this run after 5 s. With uv
     in another environment, or none, Ray would start workers without Ray. gRPC, with which JAX
     connects workers, would ask a proxy, for five minutes. Ray keeps a token at home, and would
@@ -110,7 +119,7 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
     run = partial(python, EXEC, *runner, "-c", begin + SMALL_RUN, cwd=tmp_path)
     with in_the_background(partial(run, **variables)) as finish:
-        wait_for(lambda: note.exists() and note.read_text().count("\n") >= 2, 240)
+        wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
         other = Cluster(initialize_head=True, head_node_args=options)
         time.sleep(10)
@@ -118,7 +127,10 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
         time.sleep(2)
         Path(f"{note}.over").touch()
         finish()
-    assert sorted(note.read_text().splitlines()) == ["start 0", "start 1"]
+    lines = sorted(line.split() for line in note.read_text().splitlines())
+    assert [f"{what} {n}" for what, n, _ in lines] == ["start 0", "start 1", "task 0"]
+    for *_, path in lines:  # it came with Ray
+        assert not path.startswith((str(tmp_path), str(ROOT)))
 
 
 @pytest.mark.slow
