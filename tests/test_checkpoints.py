@@ -409,6 +409,13 @@ def test_an_old_checkpoint_is_still_read(tutorial):
     assert hashes(state) == expected and int(state.step) == 3
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    empty = ray.train.Checkpoint(str(tmp_path))
+    for given, words in ((empty, f"{tmp_path} holds no conf"), (None, "found None")):
+        with pytest.raises(ValueError, match=words):
+            trainkit.checkpoints.load_params(given, None)
+
+
 # An object store, played by a folder: each worker stages its part and uploads it.
 
 
