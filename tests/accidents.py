@@ -65,13 +65,17 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
 
 
 def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process id in the run's folder."""
+    """The notebook's loop, on workers that leave their process ids, and how many they are."""
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
         config = trainkit.config.TrainingConfig(**settings)
-        rank = ray.train.get_context().get_world_rank()
+        context = ray.train.get_context()
+        rank = context.get_world_rank()
         (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == 0 and not config.remote:
+            with (config.run_path / "world-sizes").open("a") as file:
+                print(context.get_world_size(), file=file)
         train_loop(settings)
 
     return loop
@@ -185,19 +189,6 @@ def in_the_background(function):
 def world_sizes(config) -> list[int]:
     path = config.run_path / "world-sizes"
     return [int(x) for x in path.read_text().split()] if path.exists() else []
-
-
-def loop_that_notes_the_world(tutorial, config):
-    train_loop, path = tutorial.train_loop_per_worker, config.run_path / "world-sizes"
-
-    def loop(settings):
-        context = ray.train.get_context()
-        if context.get_world_rank() == 0:
-            with path.open("a") as file:
-                file.write(f"{context.get_world_size()}\n")
-        train_loop(settings)
-
-    return loop
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from accidents import (
     in_the_background,
     last_step,
     log_of,
-    loop_that_notes_the_world,
     lose,
     losses_of_one_process,
+    train_loop_of,
     wait_for,
     world_sizes,
 )
@@ -39,9 +39,9 @@ def two_nodes(monkeypatch, request):
     return cluster
 
 
-def slowed(tutorial, loop, seconds: float, world_size: int):
-    """`loop`, whose steps take longer with so many workers, or the run would be over soon."""
-    train_loop = tutorial.train_loop_per_worker
+def slowed(tutorial, seconds: float, world_size: int):
+    """The loop, whose steps take longer with so many workers, or it would be over soon."""
+    train_loop, loop = tutorial.train_loop_per_worker, train_loop_of(tutorial)
 
     def slow_loop(settings):
         names = train_loop.__globals__  # the worker's: the driver's would be a copy
@@ -65,8 +65,7 @@ def test_node_goes_away_while_a_checkpoint_is_written(tutorial, reference, two_n
     def writing() -> bool:
         return last_step(config) in range(24, 60) and any(config.run_path.glob("*tmp*"))
 
-    loop = loop_that_notes_the_world(tutorial, config)
-    config.run_path.mkdir(parents=True)
+    loop = train_loop_of(tutorial)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(writing, pause=0.002, what="a checkpoint that is being written")
         lose(two_nodes, *two_nodes.worker_nodes)
@@ -139,9 +138,7 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
         between.extend(step for step in steps if step % config.eval_interval)
         return bool(between)
 
-    loop = loop_that_notes_the_world(tutorial, config)
-    loop = slowed(tutorial, loop, 0.6, world_size=2)
-    config.run_path.mkdir(parents=True)
+    loop = slowed(tutorial, 0.6, world_size=2)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(14)(config), what="step 14")
         (node,) = two_nodes.worker_nodes
@@ -160,24 +157,11 @@ def test_elastic_run_shrinks_and_grows(
     tutorial, two_nodes, small, write_bins, monkeypatch
 ):
     """Two workers, then one for want of a node, then two again; the same losses."""
-    reference = write_bins(
-        small(
-            num_workers=2,
-            cpus_per_worker=2.0,
-            n_layer=1,
-            max_steps=250,
-            decay_steps=250,
-            learning_rate=1e-3,
-            eval_interval=50,
-            run_name="reference",
-        )
-    )
+    steps = {"max_steps": 250, "decay_steps": 250, "eval_interval": 50}
+    changes = steps | {"n_layer": 1, "learning_rate": 1e-3, "cpus_per_worker": 2.0}
+    config = write_bins(small(num_workers=(1, 2), **changes))
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")  # a node is gone
-    config = dataclasses.replace(reference, run_name="elastic", num_workers=(1, 2))
-    loop = loop_that_notes_the_world(tutorial, config)
-    loop = slowed(tutorial, loop, 0.4, world_size=1)
-
-    config.run_path.mkdir(parents=True)
+    loop = slowed(tutorial, 0.4, world_size=1)
     trainer = tutorial.make_trainer(config, loop)
     trainer.scaling_config = dataclasses.replace(
         trainer.scaling_config, elastic_resize_monitor_interval_s=2.0
@@ -193,6 +177,5 @@ def test_elastic_run_shrinks_and_grows(
     assert world_sizes(config)[:3] == [2, 1, 2]
     assert [x["step"] for x in log_of(config)] == list(range(1, 251))
     losses = [x["loss"] for x in log_of(config)]
-    np.testing.assert_allclose(
-        losses, losses_of_one_process(tutorial, reference), atol=1e-4
-    )
+    expected = losses_of_one_process(tutorial, config)
+    np.testing.assert_allclose(losses, expected, atol=1e-4)

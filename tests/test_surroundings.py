@@ -12,8 +12,8 @@ import psutil
 import pytest
 import ray
 import ray.train.v2.jax
-from accidents import answers, free_port, in_the_background, kill_controller, wait_for
-from conftest import ROOT, start_ray, stop_ray
+from accidents import answers, free_port, in_the_background, wait_for
+from conftest import ROOT, stop_ray
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
@@ -131,40 +131,6 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     assert [f"{what} {n}" for what, n, _ in lines] == ["start 0", "start 1", "task 0"]
     for *_, path in lines:  # it came with Ray
         assert not path.startswith((str(tmp_path), str(ROOT)))
-
-
-@pytest.mark.slow
-def test_what_a_dead_controller_leaves_is_freed(tmp_path):
-    """Ray's cleaner would do it, where it finds the cluster's dashboard."""
-
-    def loop():
-        time.sleep(600)
-
-    stop_ray()
-    start_ray()
-    trainer = ray.train.v2.jax.JaxTrainer(
-        loop,
-        scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(storage_path=str(tmp_path), name="run"),
-    )
-
-    def free(cpus: float) -> bool:
-        return ray.available_resources()["CPU"] == cpus
-
-    with in_the_background(trainer.fit) as result:
-        wait_for(lambda: free(3), what="a worker")
-        kill_controller(None)
-        with pytest.raises(ray.exceptions.ActorDiedError):
-            result()
-    yours = ray.util.placement_group([{"CPU": 2}])  # of the same process
-    ray.get(yours.ready())
-    time.sleep(3)
-    assert free(1)
-    trainkit.workers.release_placement_groups()
-    wait_for(lambda: free(2), seconds=30, what="a free CPU")
-    time.sleep(2)
-    assert free(2)
-    ray.util.remove_placement_group(yours)
 
 
 @pytest.mark.extra

@@ -12,9 +12,9 @@ from accidents import (
     at_step,
     in_the_background,
     log_of,
-    loop_that_notes_the_world,
     lose,
     losses_of_one_process,
+    train_loop_of,
     wait_for,
     world_sizes,
 )
@@ -114,8 +114,7 @@ def test_a_run_on_two_slices_goes_on_when_it_loses_one(
     changes = {"num_workers": [1, 2], "max_steps": 30, "eval_interval": 5}
     config = small_model(tmp_path, topology="2x2", learning_rate=1e-3, **changes)
     write_bins(config, val_tokens=1_001)
-    loop = loop_that_notes_the_world(tutorial, config)
-    config.run_path.mkdir(parents=True)
+    loop = train_loop_of(tutorial)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(12)(config), what="step 12")
         lose(head, slices[1])
