@@ -37,6 +37,7 @@ import ray.train
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
+import trainkit.checkpoints
 import trainkit.workers
 from trainkit.config import TrainingConfig
 
@@ -152,27 +153,13 @@ def small_factory():
 
     def make(folder: Path, **changes):
         values = {
-            "vocab_size": 521,
-            "block_size": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_embd": 32,
-            "compute_dtype": "float32",
-            "dataset": "builtin",
-            "batch_size": 4,
-            "learning_rate": 1e-2,
-            "min_learning_rate": 1e-3,
-            "warmup_steps": 4,
-            "decay_steps": 40,
-            "max_steps": 20,
-            "log_interval": 1,
-            "eval_interval": 10,
-            "eval_steps": 2,
-            "platform": "cpu",
-            "cpus_per_worker": 0.5,
-            "run_name": "run",
-            "data_dir": str(folder / "data"),
-            "storage_path": str(folder / "runs"),
+            **{"vocab_size": 521, "block_size": 16, "n_layer": 2, "n_head": 2},
+            **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
+            **{"batch_size": 4, "learning_rate": 1e-2, "min_learning_rate": 1e-3},
+            **{"warmup_steps": 4, "decay_steps": 40, "max_steps": 20},
+            **{"log_interval": 1, "eval_interval": 10, "eval_steps": 2},
+            **{"platform": "cpu", "cpus_per_worker": 0.5, "run_name": "run"},
+            **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
         }
         return TrainingConfig(**(values | changes))
 
@@ -216,6 +203,17 @@ def reference(undisturbed):
 def small(small_factory, tmp_path):
     """small_factory, in this test's own folder."""
     return partial(small_factory, tmp_path)
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[str]:
+    """What Ray has on record, which is played, as its barriers and broadcasts are."""
+    names = []
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", lambda: set(names))
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(collective, "barrier", lambda: None)
+    return names
 
 
 @pytest.fixture(scope="session")
