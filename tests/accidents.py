@@ -24,6 +24,7 @@ from notebook_module import initial_state
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.sharding
+import trainkit.workers
 
 
 def log_of(config) -> list[dict]:
@@ -76,9 +77,23 @@ def train_loop_of(tutorial):
         if rank == 0 and not config.remote:
             with (config.run_path / "world-sizes").open("a") as file:
                 print(context.get_world_size(), file=file)
+        watch, asked = trainkit.workers.watch, config.run_path / f"raise-{rank}"
+
+        def watch_or_raise(seconds):  # it is called at each step
+            watch(seconds)
+            if not config.remote and asked.exists():
+                asked.unlink()
+                raise ZeroDivisionError
+
+        trainkit.workers.watch = watch_or_raise
         train_loop(settings)
 
     return loop
+
+
+def interrupt(rank: int):
+    """Harm: an exception comes up at the worker's next step."""
+    return lambda config: (config.run_path / f"raise-{rank}").touch()
 
 
 def worker_of(config, rank: int) -> int:

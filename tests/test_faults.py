@@ -18,6 +18,7 @@ from accidents import (
     at_step,
     disk_of,
     in_the_background,
+    interrupt,
     kill,
     kill_controller,
     last_step,
@@ -27,27 +28,6 @@ from accidents import (
 from samples import python
 
 import trainkit.checkpoints
-import trainkit.workers
-from trainkit.config import TrainingConfig
-
-
-def saved(step: int):
-    """A few steps after a checkpoint, when it is whole."""
-
-    def moment(config) -> bool:
-        names = trainkit.checkpoints.list_folders(config)
-        return names[:1] == [f"step_{step:08d}"] and last_step(config) >= step + 2
-
-    return moment
-
-
-def writing_after(step: int):
-    """While a checkpoint is written."""
-
-    def moment(config) -> bool:
-        return last_step(config) >= step and any(config.run_path.glob("*tmp*"))
-
-    return moment
 
 
 def loop_that_cannot_read(tutorial, name: str):
@@ -78,8 +58,15 @@ def test_one_accident_after_the_other(tutorial, cluster, reference):
     Ray's cleaner would do it, where it finds the cluster's dashboard.
     """
     config = dataclasses.replace(reference, run_name="accidents", max_steps=48)
-    accidents = (saved(24), kill(0)), (writing_after(32), kill_controller)
-    happen = Accidents(config, *accidents)
+
+    def saved(config) -> bool:  # and a few steps after that
+        newest = trainkit.checkpoints.list_folders(config)[:1]
+        return newest == ["step_00000024"] and last_step(config) >= 26
+
+    def writing(config) -> bool:
+        return last_step(config) >= 32 and any(config.run_path.glob("*tmp*"))
+
+    happen = Accidents(config, (saved, kill(0)), (writing, kill_controller))
     loop = loop_that_cannot_read(tutorial, "step_00000024")
     with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
         tutorial.make_trainer(config, loop).fit()
@@ -111,31 +98,6 @@ def preempt(rank: int):
     return harm
 
 
-def interrupt(rank: int):
-    """Harm to a loop that is `loop_that_raises`."""
-    return lambda config: (config.run_path / f"raise-{rank}").touch()
-
-
-def loop_that_raises(tutorial):
-    """The notebook's loop, with an exception at the step where it is asked for."""
-    train_loop = train_loop_of(tutorial)
-
-    def loop(settings):
-        config, watch = TrainingConfig(**settings), trainkit.workers.watch
-        rank = ray.train.get_context().get_world_rank()
-
-        def watch_or_raise(seconds):  # it is called at each step
-            watch(seconds)
-            with contextlib.suppress(FileNotFoundError):
-                (config.run_path / f"raise-{rank}").unlink()
-                raise ZeroDivisionError
-
-        trainkit.workers.watch = watch_or_raise
-        train_loop(settings)
-
-    return loop
-
-
 @pytest.mark.slow
 @pytest.mark.extra
 def test_runs_killed_at_random(tutorial, cluster, reference, request):
@@ -153,7 +115,7 @@ def test_runs_killed_at_random(tutorial, cluster, reference, request):
             harm, low, high = kill(rank, signal.SIGSTOP), 40, 190
         print(f"run {run}: rank {rank} at step {step}")
         accident = Accidents(config, (at_step(step), harm))
-        result = tutorial.make_trainer(config, loop_that_raises(tutorial)).fit()
+        result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
         assert result.error is None and low <= max(accident.seconds) < high
         assert_equal_runs(config, reference)

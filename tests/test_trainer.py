@@ -38,7 +38,6 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     assert [line["step"] for line in log] == list(range(1, 73))
     losses = {line["step"]: line["val_loss"] for line in log if "val_loss" in line}
     assert [*losses] == list(range(12, 73, 12))
-    assert {"loss", "grad_norm", "learning_rate", "tokens_per_s"} <= log[0].keys()
     assert log[-1]["loss"] < log[0]["loss"] - 0.2
 
     # The same numbers as one process with two devices: the two workers are one program.
