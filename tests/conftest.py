@@ -42,6 +42,8 @@ import trainkit.workers
 from trainkit.config import TrainingConfig
 
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
+SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 4, "batch_size": 64}
 LONGEST = "notebook nodes storage tpu_compile verify faults tpu_slice".split()
 
 

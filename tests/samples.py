@@ -18,8 +18,6 @@ from conftest import ROOT
 from flax import nnx
 
 END = "<|endoftext|>"
-SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 4, "batch_size": 64}
 
 
 def python(script: str | Path, *arguments, cwd=ROOT, **variables: str | None) -> str:

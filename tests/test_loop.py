@@ -14,9 +14,9 @@ import jax
 import numpy as np
 import pytest
 import ray.train
-from conftest import read_arrays
+from conftest import SLICE, read_arrays
 from notebook_module import initial_state
-from samples import SLICE, shuffled_in_plain_integers, without_a_cluster
+from samples import shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.checkpoints
 import trainkit.generate

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import ray
 import ray.train
-from conftest import ROOT
-from samples import SLICE, python
+from conftest import ROOT, SLICE
+from samples import python
 
 import trainkit.workers
 
