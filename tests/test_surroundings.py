@@ -1,6 +1,7 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,11 +25,10 @@ import trainkit.workers
 
 SMALL_RUN = """
 import os, time
-import jax, ray, ray.train, trainkit.workers
+import jax, ray, ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 note = os.environ["NOTE"]
-os.rename("trainkit", "elsewhere")  # workers don't see it, as in a cluster
 
 def where():
     import trainkit.token_files
@@ -64,7 +64,12 @@ def cell(start: str) -> str:
     return found
 
 
-START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
+START = f"""
+import trainkit
+trainkit.set_up_driver()
+import ray, trainkit.workers
+{cell("ray.init(")}
+"""
 ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
 
 
@@ -111,13 +116,15 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
     )
-    (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")
+    shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
     variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
     variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
-    run = partial(python, EXEC, *runner, "-c", begin + SMALL_RUN, cwd=tmp_path)
+    hide = "import os; os.rename('trainkit', 'elsewhere')"
+    script = begin.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
+    run = partial(python, EXEC, *runner, "-c", script, cwd=tmp_path)
     with in_the_background(partial(run, **variables)) as finish:
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
