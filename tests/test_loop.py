@@ -6,10 +6,10 @@ the same loop on real workers.
 
 import dataclasses
 import faulthandler
-import json
 import math
 from pathlib import Path
 
+import accidents
 import jax
 import numpy as np
 import pytest
@@ -89,8 +89,7 @@ def odd(small, write_bins):
 
 
 def log_of(config) -> dict[int, dict]:
-    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line for line in map(json.loads, lines)}
+    return {line["step"]: line for line in accidents.log_of(config)}
 
 
 def test_what_is_logged_saved_and_reported(tutorial, play, odd):

@@ -21,7 +21,6 @@ from accidents import (
 from conftest import ROOT
 
 import trainkit.config
-import trainkit.workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simulated")]
 CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
