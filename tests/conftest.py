@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("RAY_ADDRESS", "local")
+os.environ["RAY_ADDRESS"] = "local"  # never a cluster that happens to be here
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
