@@ -1,7 +1,6 @@
 """The run's log: its lines, where they go, and what ends a run."""
 
 import math
-import re
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +10,7 @@ import numpy as np
 import pytest
 import ray
 from accidents import log_of, wait_for
-from conftest import ROOT
-from samples import python
+from samples import python, run_from_guide
 from tensorboardX.proto import event_pb2
 
 import trainkit.run_log
@@ -203,11 +201,7 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
 
 def sent(log, config, module: str) -> tuple[list[dict], dict]:
     """Three lines, and what the guide's block that imports a module defines."""
-    text = (ROOT / "docs/guide.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (code,) = [text for text in blocks if re.match(rf"(import|from) {module}", text)]
-    names = {"config": config, "__name__": "__main__"}
-    exec(code, names)
+    names = run_from_guide(module, {"config": config, "__name__": "__main__"})
     send = ray.cloudpickle.loads(ray.cloudpickle.dumps(names["send"]))  # to a worker
     started = log(config, 0, send)
     for step in (1, 2, 3):
