@@ -469,12 +469,11 @@ def test_a_new_process_translates_what_the_cells_say_now(
         given = config, functions_in(tutorial), variables
         return trainkit.launch.describe(*given)["program"]
 
-    def double(*given, **named):
-        return 2 * loss_fn(*given, **named)
-
     before = program()
     with monkeypatch.context() as patch:
-        patch.setattr(tutorial, "loss_fn", double)
+        patch.setattr(
+            tutorial, "loss_fn", lambda *given, **named: 2 * loss_fn(*given, **named)
+        )
         assert program() != before
     assert program(JAX_DEFAULT_MATMUL_PRECISION="highest") != before
     assert program() == before
