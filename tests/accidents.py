@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -16,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import ray.data
 import ray.train
 from conftest import read_arrays
 from notebook_module import initial_state
@@ -24,7 +24,7 @@ from notebook_module import initial_state
 import trainkit.checkpoints
 import trainkit.config
 import trainkit.sharding
-import trainkit.token_files
+import trainkit.workers
 
 
 def log_of(config) -> list[dict]:
@@ -41,6 +41,17 @@ def last_step(config) -> int:
     return log[-1]["step"] if log else 0
 
 
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 RUNNING = []  # what `in_the_background` has started
 
 
@@ -55,16 +66,34 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
 
 
 def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process id in the run's folder."""
+    """The notebook's loop, on workers that leave their process ids, and how many they are."""
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
         config = trainkit.config.TrainingConfig(**settings)
-        rank = ray.train.get_context().get_world_rank()
+        context = ray.train.get_context()
+        rank = context.get_world_rank()
         (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == 0 and not config.remote:
+            with (config.run_path / "world-sizes").open("a") as file:
+                print(context.get_world_size(), file=file)
+        watch, asked = trainkit.workers.watch, config.run_path / f"raise-{rank}"
+
+        def watch_or_raise(seconds):  # it is called at each step
+            watch(seconds)
+            if not config.remote and asked.exists():
+                asked.unlink()
+                raise ZeroDivisionError
+
+        trainkit.workers.watch = watch_or_raise
         train_loop(settings)
 
     return loop
+
+
+def interrupt(rank: int):
+    """Harm: an exception comes up at the worker's next step."""
+    return lambda config: (config.run_path / f"raise-{rank}").touch()
 
 
 def worker_of(config, rank: int) -> int:
@@ -142,20 +171,14 @@ def at_step(step: int):
     return lambda config: last_step(config) >= step
 
 
-def batches_of(tutorial, config, mesh, split: str = "train", first_step: int = 0):
-    """What the notebook's loop trains on, or evaluates on, uint16 [B, T + 1] each."""
-    train = split == "train"
-    steps = range(first_step, config.max_steps) if train else range(config.eval_steps)
-    yield from tutorial.read_batches(config, mesh, split, steps)
-
-
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run in this process, without Ray Train."""
     config = dataclasses.replace(config, num_workers=1)
     mesh = trainkit.sharding.make_mesh(config)
     state, losses = initial_state(tutorial, config, mesh), []
+    steps = range(config.max_steps)
     with jax.set_mesh(mesh):
-        for windows in batches_of(tutorial, config, mesh):
+        for windows in tutorial.read_batches(config, mesh, "train", steps):
             state, metrics = tutorial.train_step(state, windows, config)
             losses.append(float(metrics["loss"]))
     return losses
@@ -181,19 +204,6 @@ def in_the_background(function):
 def world_sizes(config) -> list[int]:
     path = config.run_path / "world-sizes"
     return [int(x) for x in path.read_text().split()] if path.exists() else []
-
-
-def loop_that_notes_the_world(tutorial, config):
-    train_loop, path = tutorial.train_loop_per_worker, config.run_path / "world-sizes"
-
-    def loop(settings):
-        context = ray.train.get_context()
-        if context.get_world_rank() == 0:
-            with path.open("a") as file:
-                file.write(f"{context.get_world_size()}\n")
-        train_loop(settings)
-
-    return loop
 
 
 @contextlib.contextmanager

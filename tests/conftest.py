@@ -9,13 +9,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("RAY_ADDRESS", "local")
+os.environ["RAY_ADDRESS"] = "local"  # never a cluster that happens to be here
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
-WITHOUT_TORCH = str(Path(__file__).parent / "without_torch")
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = str(ROOT / "tests/without_torch")
 if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest-xdist
     import sitecustomize
 
@@ -23,8 +24,8 @@ if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest
     del os.environ["PYTHONPATH"]
 WITH_PYTORCH = dict(os.environ)
 os.environ["PYTHONPATH"] = WITHOUT_TORCH
-CACHE = Path(__file__).resolve().parent.parent / "build" / "jax-cache"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # for all runs
+CACHE = str(ROOT / "build/jax-cache")  # for all runs
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
@@ -34,20 +35,16 @@ import pytest
 import ray
 import ray.train
 from notebook_module import load_notebook
+from ray.cluster_utils import Cluster
 
+import trainkit.checkpoints
+import trainkit.workers
 from trainkit.config import TrainingConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
-LONGEST = (
-    "notebook",
-    "nodes",
-    "storage",
-    "tpu_compile",
-    "verify",
-    "faults",
-    "tpu_slice",
-)
+SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 4, "batch_size": 64}
+LONGEST = "notebook nodes storage tpu_compile verify faults tpu_slice".split()
 
 
 def pytest_addoption(parser):
@@ -129,33 +126,42 @@ def cluster():
     start_ray()
 
 
+@pytest.fixture
+def head():
+    """A cluster that has no more than a head, where this process stays."""
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    start_ray(cluster.address)
+    yield cluster
+    stop_ray()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Devices of the CPU play those that workers ask for."""
+    environment = trainkit.workers.environment
+
+    def on_cpu(config):
+        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
+        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+
+    monkeypatch.setattr(trainkit.workers, "environment", on_cpu)
+
+
 @pytest.fixture(scope="session")
 def small_factory():
     """A function that makes small configurations with their storage in a folder."""
 
     def make(folder: Path, **changes):
         values = {
-            "vocab_size": 521,
-            "block_size": 16,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_embd": 32,
-            "compute_dtype": "float32",
-            "dataset": "builtin",
-            "batch_size": 4,
-            "learning_rate": 1e-2,
-            "min_learning_rate": 1e-3,
-            "warmup_steps": 4,
-            "decay_steps": 40,
-            "max_steps": 20,
-            "log_interval": 1,
-            "eval_interval": 10,
-            "eval_steps": 2,
-            "platform": "cpu",
-            "cpus_per_worker": 0.5,
-            "run_name": "run",
-            "data_dir": str(folder / "data"),
-            "storage_path": str(folder / "runs"),
+            **{"vocab_size": 521, "block_size": 16, "n_layer": 2, "n_head": 2},
+            **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
+            **{"batch_size": 4, "learning_rate": 1e-2, "min_learning_rate": 1e-3},
+            **{"warmup_steps": 4, "decay_steps": 40, "max_steps": 20},
+            **{"log_interval": 1, "eval_interval": 10, "eval_steps": 2},
+            **{"platform": "cpu", "cpus_per_worker": 0.5, "run_name": "run"},
+            **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
         }
         return TrainingConfig(**(values | changes))
 
@@ -199,6 +205,17 @@ def reference(undisturbed):
 def small(small_factory, tmp_path):
     """small_factory, in this test's own folder."""
     return partial(small_factory, tmp_path)
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[str]:
+    """What Ray has on record, which is played, as its barriers and broadcasts are."""
+    names = []
+    monkeypatch.setattr(trainkit.checkpoints, "on_record", lambda: set(names))
+    collective = ray.train.collective
+    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(collective, "barrier", lambda: None)
+    return names
 
 
 @pytest.fixture(scope="session")

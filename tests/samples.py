@@ -185,10 +185,15 @@ def without_a_cluster(monkeypatch) -> None:
     monkeypatch.setattr("ray.data.from_items", items)
 
 
+def run_from_guide(words: str, names: dict) -> dict:
+    """`names`, and what the guide's block of Python with these words defines."""
+    guide = (ROOT / "docs/guide.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (block,) = [block for block in blocks if words in block]
+    exec(block, names)
+    return names
+
+
 def add_from_guide(tutorial, name: str) -> None:
     """Define in the notebook what the guide's block with the function `name` defines."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/guide.md").read_text(), re.S
-    )
-    (block,) = [block for block in blocks if f"def {name}(" in block]
-    exec(block, vars(tutorial))
+    run_from_guide(f"def {name}(", vars(tutorial))

@@ -1,14 +1,13 @@
 """The machine descriptions in configs/compute: form, and agreement with configs/."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT
 
 import trainkit.config
 
-ROOT = Path(__file__).resolve().parent.parent
 COMPUTE = ROOT / "configs/compute"
 RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
 
@@ -17,22 +16,22 @@ def read(name: str) -> dict:
     return yaml.safe_load((COMPUTE / name).read_text())
 
 
-@pytest.mark.parametrize("name", ["aws.yaml", "gce.yaml"])
-def test_anyscale(name):
-    """The user-facing ComputeConfig: defaults left out, and the head runs no work."""
+ANYSCALE = {"aws.yaml": r"[a-z]\w*\.\w+", "gce.yaml": r"[a-z]\w*-\w+(-\w+)*"}
+
+
+@pytest.mark.parametrize("name, instance", ANYSCALE.items())
+def test_anyscale(name, instance):
+    """The user-facing ComputeConfig, whose head runs no work."""
     config = read(name)
     assert config.keys() <= {"head_node", "worker_nodes", "enable_cross_zone_scaling"}
-    assert config.get("enable_cross_zone_scaling", True) is True  # false is the default
-    head = config["head_node"]
+    head, groups = config["head_node"], config["worker_nodes"]
     assert head.keys() == {"instance_type", "resources"}
-    assert head["resources"] == {"CPU": 0} and config["worker_nodes"]
-    for group in config["worker_nodes"]:
+    assert head["resources"] == {"CPU": 0} and groups
+    for group in groups:
         assert group.keys() <= {"name", "instance_type", "min_nodes", "max_nodes"}
-        assert group.get("min_nodes", 1) > 0  # 0 is the default
-        assert group["max_nodes"] >= group.get("min_nodes", 1)
-    pattern = r"[a-z]\w*\.\w+" if name == "aws.yaml" else r"[a-z]\w*-\w+(-\w+)*"
-    nodes = [head, *config["worker_nodes"]]
-    assert all(re.fullmatch(pattern, node["instance_type"]) for node in nodes)
+        assert group["max_nodes"] >= group.get("min_nodes", 1) > 0
+    for node in (head, *groups):
+        assert re.fullmatch(instance, node["instance_type"])
 
 
 def groups_of(name: str) -> list[dict]:

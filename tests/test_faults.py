@@ -5,8 +5,7 @@ import dataclasses
 import errno
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,35 +18,16 @@ from accidents import (
     at_step,
     disk_of,
     in_the_background,
+    interrupt,
     kill,
     kill_controller,
     last_step,
     train_loop_of,
     wait_for,
 )
+from samples import python
 
 import trainkit.checkpoints
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def saved(step: int):
-    """A few steps after a checkpoint, when it is whole."""
-
-    def moment(config) -> bool:
-        names = trainkit.checkpoints.list_folders(config)
-        return names[:1] == [f"step_{step:08d}"] and last_step(config) >= step + 2
-
-    return moment
-
-
-def writing_after(step: int):
-    """While a checkpoint is written."""
-
-    def moment(config) -> bool:
-        return last_step(config) >= step and any(config.run_path.glob("*tmp*"))
-
-    return moment
 
 
 def loop_that_cannot_read(tutorial, name: str):
@@ -72,45 +52,77 @@ def loop_that_cannot_read(tutorial, name: str):
 
 @pytest.mark.slow
 def test_one_accident_after_the_other(tutorial, cluster, reference):
-    """And the newest checkpoint can't be read once, by one of the workers."""
+    """And the newest checkpoint can't be read once, by one of the workers.
+
+    What a controller that is killed leaves is freed at the next launch, and nothing of yours.
+    Ray's cleaner would do it, where it finds the cluster's dashboard.
+    """
     config = dataclasses.replace(reference, run_name="accidents", max_steps=48)
-    accidents = (saved(24), kill(0)), (writing_after(32), kill_controller)
-    happen = Accidents(config, *accidents)
+
+    def saved(config) -> bool:  # and a few steps after that
+        newest = trainkit.checkpoints.list_folders(config)[:1]
+        return newest == ["step_00000024"] and last_step(config) >= 26
+
+    def writing(config) -> bool:
+        return last_step(config) >= 32 and any(config.run_path.glob("*tmp*"))
+
+    happen = Accidents(config, (saved, kill(0)), (writing, kill_controller))
     loop = loop_that_cannot_read(tutorial, "step_00000024")
     with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
         tutorial.make_trainer(config, loop).fit()
+    yours = ray.util.placement_group([{"CPU": 1}])
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()  # it goes on
     happen.join()
+    all_but_yours = ray.cluster_resources()["CPU"] - 1
+
+    def freed() -> bool:
+        return ray.available_resources()["CPU"] == all_but_yours
+
+    wait_for(freed, seconds=60, what="a free cluster")
+    ray.util.remove_placement_group(yours)
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
     assert not any(config.run_path.glob("*tmp*"))
     assert max(happen.seconds) < 150  # measured: 23 to 31 s; machines are noisy
 
 
+def preempt(rank: int):
+    """Harm of a node that is taken away: SIGTERM, and soon after SIGKILL."""
+
+    def harm(config):
+        kill(rank, signal.SIGTERM)(config)
+        time.sleep(0.3)
+        with contextlib.suppress(ProcessLookupError):
+            kill(rank)(config)
+
+    return harm
+
+
 @pytest.mark.slow
 @pytest.mark.extra
 def test_runs_killed_at_random(tutorial, cluster, reference, request):
-    """SIGKILL of rank 0 and of rank 1 in turn, at a random moment, runs in a row.
+    """Rank 0 and rank 1 in turn, at a random moment, in one of three ways, runs in a row.
 
     At last a worker is stopped, which the watchdog notices.
     """
     rng, kills = np.random.default_rng(), request.config.getoption("--random-kills")
     for run in range(kills + 1):
         config = dataclasses.replace(reference, run_name=f"random-{run}")
-        config = dataclasses.replace(config, stall_timeout_s=40.0)
         rank, step = run % 2, int(rng.integers(1, 64))
+        harm, low, high = (kill, preempt, interrupt)[run % 3](rank), 0, 150
+        if run == kills:
+            config = dataclasses.replace(config, stall_timeout_s=40.0)
+            harm, low, high = kill(rank, signal.SIGSTOP), 40, 190
         print(f"run {run}: rank {rank} at step {step}")
-        harm = kill(rank, signal.SIGKILL if run < kills else signal.SIGSTOP)
         accident = Accidents(config, (at_step(step), harm))
         result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
         accident.join()
-        assert result.error is None and max(accident.seconds) < 190
+        assert result.error is None and low <= max(accident.seconds) < high
         assert_equal_runs(config, reference)
 
 
 HANG = """
 import ctypes, faulthandler, sys, time
-sys.path.insert(0, sys.argv[1])
 from trainkit.workers import watch
 
 def wait_in_c(seconds):
@@ -119,7 +131,7 @@ def wait_in_c(seconds):
 for step in range(5):
     watch(1.0)
     time.sleep(0.4)
-if sys.argv[2] == "stopped":
+if sys.argv[1] == "stopped":
     faulthandler.cancel_dump_traceback_later()
     time.sleep(2)
 else:
@@ -128,16 +140,9 @@ else:
 
 
 def test_watchdog_ends_a_process_that_hangs_in_c():
-    hanging, stopped = (
-        subprocess.Popen(
-            [sys.executable, "-c", HANG, ROOT, how], stderr=subprocess.PIPE, text=True
-        )
-        for how in ("hanging", "stopped")
-    )
-    said = hanging.communicate(timeout=60)[1]
-    assert hanging.returncode == 1
-    assert "Timeout" in said and "in wait_in_c" in said
-    assert stopped.wait(60) == 0
+    with pytest.raises(AssertionError, match=r"(?s)Timeout.*in wait_in_c"):
+        python(HANG, "hanging")
+    python(HANG, "stopped")
 
 
 # Disks that fill up.
@@ -204,6 +209,4 @@ def test_full_disk_while_preparing(tutorial, cluster, small, tmp_path):
         config = small(data_dir=str(disk / "data"), val_fraction=0.1)
         with pytest.raises(OSError, match=f"data_dir: the disk of {disk} has no room"):
             tutorial.prepare_dataset(config)
-        with pytest.raises(ValueError, match=f"data_dir: {disk} is a mounted disk"):
-            tutorial.prepare_dataset(small(data_dir=str(disk)))
         assert list(disk.iterdir()) == []

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-import ray
-import ray.train
 
 import trainkit.checkpoints
 import trainkit.launch
@@ -157,21 +155,6 @@ def test_an_edit_that_changes_no_result_is_none(small, old, new):
     source = source_of(f"{DEFAULT[0]}\n{ONE}{TWO}", "two(one(act(x)))", BEFORE)
     assert old in source
     assert len({*texts_of(small(), source, source.replace(old, new))}) == 1
-
-
-FLAGS = {"threefry_partitionable": False, "default_prng_impl": "rbg"}
-FLAGS |= {"default_matmul_precision": "highest", "enable_x64": True}
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_that_changes_draws_or_types_is_seen(small, flag):
-    source, name = source_of("", "x @ jnp.ones((3, 3))", {}), f"jax_{flag}"
-    before, kept = texts_of(small(), source), getattr(jax.config, name)
-    jax.config.update(name, FLAGS[flag])
-    try:
-        assert texts_of(small(), source) != before
-    finally:
-        jax.config.update(name, kept)
 
 
 def functions_in(tutorial) -> list:
@@ -386,7 +369,7 @@ def test_a_run_that_diverges_ends_its_launch_with_an_error(launch):
 
 
 def test_a_launch_deletes_rays_record(launch):
-    """Ray would refuse a record that names what isn't there."""
+    """Unless it is refused. Ray would refuse a record that names what isn't there."""
     record = launch.config.run_path / trainkit.checkpoints.RECORD
     record.write_text("")
     with pytest.raises(ValueError):
@@ -451,12 +434,18 @@ def test_a_worker_of_another_launch_does_not_start(small, worker):
 ADVICE = "device_batch_size.*loss_chunks.*fsdp.*scan_layers.*docs/guide.md"
 
 
+def refuse():
+    raise jax.errors.JaxRuntimeError("?")
+
+
 @pytest.mark.parametrize(
-    "said, advised", [("RESOURCE_EXHAUSTED: 9 bytes", True), ("?", False)]
+    "fail, advised", [(lambda: jax.numpy.zeros(2**44), True), (refuse, False)]
 )
-def test_a_device_without_memory_gets_advice(small, worker, said, advised):
+def test_a_device_without_memory_gets_advice(small, worker, fail, advised):
+    """That of 64 TiB, for which XLA raises here what it raises on a GPU."""
+
     def loop(settings):
-        raise jax.errors.JaxRuntimeError(said)
+        jax.block_until_ready(fail())
 
     config = small()
     with trainkit.lock.hold(config) as mark:
@@ -487,17 +476,4 @@ def test_a_new_process_translates_what_the_cells_say_now(
         )
         assert program() != before
     assert program(JAX_DEFAULT_MATMUL_PRECISION="highest") != before
-
-
-@pytest.mark.extra
-def test_worker_that_runs_out_of_memory_says_what_helps(tutorial, cluster, small):
-    """Memory that no machine has; XLA raises what it raises on a GPU."""
-
-    def loop(settings):
-        jax.block_until_ready(jax.numpy.zeros(2**44))
-
-    config = small(max_failures=0)
-    with pytest.raises(ray.train.TrainingFailedError) as error:
-        tutorial.make_trainer(config, loop).fit()
-    for words in ("Out of memory allocating", "too little memory", "device_batch_size"):
-        assert words in str(error.value)
+    assert program() == before

@@ -9,16 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from accidents import wait_for
+from conftest import ROOT
 
 import trainkit.checkpoints
 import trainkit.lock
 
-ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import json, os, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -153,9 +152,7 @@ def test_a_path_that_is_another_folder_on_this_node(small, joined, tmp_path):
             assert f"on {socket.gethostname()}, {there.run_path}" in str(error.value)
 
 
-def test_a_worker_saves_for_its_own_launch_only(small, joined, monkeypatch):
-    monkeypatch.setattr(trainkit.checkpoints, "on_record", set)
-    monkeypatch.setattr("ray.train.collective.barrier", lambda: None)
+def test_a_worker_saves_for_its_own_launch_only(small, joined, recorded):
     config, state = small(), {"kernel": np.ones((8, 8), np.float32)}
     with trainkit.lock.hold(config) as mark:
         joined(config, mark)

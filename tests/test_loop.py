@@ -6,25 +6,23 @@ the same loop on real workers.
 
 import dataclasses
 import faulthandler
-import json
 import math
 from pathlib import Path
 
+import accidents
 import jax
 import numpy as np
 import pytest
 import ray.train
-from conftest import read_arrays
+from conftest import SLICE, read_arrays
+from notebook_module import initial_state
 from samples import shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.checkpoints
+import trainkit.generate
 import trainkit.launch
 import trainkit.sharding
-import trainkit.token_files
 import trainkit.workers
-
-SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 4, "batch_size": 64, "num_workers": 8}
 
 
 def windows_of(config, split) -> np.ndarray:
@@ -36,13 +34,13 @@ def windows_of(config, split) -> np.ndarray:
 
 
 @pytest.fixture
-def play(tutorial, monkeypatch):
+def play(tutorial, recorded, monkeypatch):
     """A function that runs the loop in this process.
 
     It returns the reports to Ray, (name, metrics) each, and what the watchdog was told.
     """
     without_a_cluster(monkeypatch)
-    told, reports, recorded = [], [], []
+    told, reports, known = [], [], []
 
     def report(metrics, checkpoint, checkpoint_dir_name, **options):
         name = checkpoint_dir_name
@@ -53,21 +51,17 @@ def play(tutorial, monkeypatch):
             assert mode is ray.train.CheckpointUploadMode.ASYNC
             assert options == {"delete_local_checkpoint_after_upload": False}
         reports.append((name, metrics))
-        recorded[:] = [checkpoint]
+        known[:] = [checkpoint]
 
     monkeypatch.setattr(trainkit.workers, "watch", told.append)
     stop = "cancel_dump_traceback_later"
     monkeypatch.setattr(faulthandler, stop, lambda: told.append("stop"))
     monkeypatch.setattr(ray.train, "report", report)
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
-    monkeypatch.setattr(trainkit.checkpoints, "on_record", set)
-    monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda x: x)
-    monkeypatch.setattr("ray.train.collective.barrier", lambda: None)
 
     def run(config):
-        latest = next(
-            (x for x in recorded if Path(x.path).parent == config.run_path), None
-        )
+        ours = (x for x in known if Path(x.path).parent == config.run_path)
+        latest = next(ours, None)
         mesh = trainkit.sharding.make_mesh(config)
         monkeypatch.setattr(ray.train, "get_checkpoint", lambda: latest)
         monkeypatch.setattr(trainkit.workers, "start_worker", lambda _: (config, mesh))
@@ -86,26 +80,16 @@ def odd(small, write_bins):
 
     Of 33 windows in steps of 4, an epoch ends inside a batch.
     """
-    return write_bins(
-        small(
-            seed=7,
-            n_layer=1,
-            dropout=0.1,
-            device_batch_size=2,
-            max_steps=11,
-            log_interval=3,
-            eval_interval=4,
-            checkpoint_interval=5,
-            eval_steps=3,
-            stall_timeout_s=77.0,
-        ),
-        train_tokens=33 * 16 + 9,
+    config = small(
+        **{"seed": 7, "n_layer": 1, "dropout": 0.1, "device_batch_size": 2},
+        **{"max_steps": 11, "log_interval": 3, "eval_interval": 4, "eval_steps": 3},
+        **{"checkpoint_interval": 5, "stall_timeout_s": 77.0},
     )
+    return write_bins(config, train_tokens=33 * 16 + 9)
 
 
 def log_of(config) -> dict[int, dict]:
-    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line for line in map(json.loads, lines)}
+    return {line["step"]: line for line in accidents.log_of(config)}
 
 
 def test_what_is_logged_saved_and_reported(tutorial, play, odd):
@@ -132,19 +116,13 @@ def test_steps_are_those_of_the_windows_in_order(tutorial, play, odd):
     keys = [odd.seed * 4_294_967_296 + epoch for epoch in range(2)]
     order = [shuffled_in_plain_integers(i, 33, key) for key in keys for i in range(33)]
     batches = windows_of(odd, "train")[order[:44]].reshape(11, 4, 17)
+    state = initial_state(tutorial, odd, mesh)
     with jax.set_mesh(mesh):
-        given = tutorial.create_state, odd
-        abstract = trainkit.sharding.abstract_state(
-            *given, mesh, tutorial.SHARDING_RULES
-        )
-        state = trainkit.sharding.initial_state(*given, abstract)
         for step, windows in enumerate(batches, 1):
             state, metrics = tutorial.train_step(state, windows, odd)
             losses[step] = float(metrics["loss"])
     log = log_of(odd)
-    assert {step: line["loss"] for step, line in log.items()} == {
-        step: losses[step] for step in log
-    }
+    assert all(line["loss"] == losses[step] for step, line in log.items())
     saved = read_arrays(odd.run_path / "step_00000011")
     for mine, expected in zip(saved, jax.tree.leaves(state._asdict()), strict=True):
         np.testing.assert_array_equal(mine, expected)
@@ -222,7 +200,7 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
     [
         ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
         ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
-        (SLICE, (False, True), {"TPU": 4}),
+        (SLICE | {"num_workers": 8}, (False, True), {"TPU": 4}),
     ],
 )
 def test_devices_that_the_trainer_asks_for(tutorial, small, changes, use, resources):

@@ -6,17 +6,16 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from conftest import ROOT
 from notebook_module import code_cells
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 from packaging.utils import parse_wheel_filename
 from samples import imports_of
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = ["requirements-gpu.txt", "requirements-tpu.txt", "ci/requirements.txt"]
 TESTS = "ci/test-requirements.txt"
 IMPORT_NAMES = {
@@ -29,23 +28,17 @@ LIBTPU_PLATFORM = "x86_64-manylinux_2_31"  # of its wheels
 PLATFORMS = [LIBTPU_PLATFORM, "aarch64-manylinux_2_28", "aarch64-apple-darwin"]
 
 
-def read_pins(name: str, python: str, arm: bool = False) -> dict[str, str]:
-    """The pins of a requirements file for one Python on Linux, by package, with extras."""
+def pins(name: str, python: str, arm: bool = False) -> dict[str, str]:
+    """The versions that a requirements file pins for one Python on Linux, by package."""
     target = {"python_version": python, "python_full_version": f"{python}.0"}
     target |= {"sys_platform": "linux"}
     target |= {"platform_machine": "aarch64" if arm else "x86_64"}
     lines = (ROOT / name).read_text().splitlines()
     found = [Requirement(line) for line in lines if line and line[0] != "#"]
     found = [r for r in found if not r.marker or r.marker.evaluate(target)]
-    return {r.name: str(r).partition(";")[0] for r in found}
-
-
-def pins(name: str, python: str) -> dict[str, str]:
-    """The versions that a file pins, by package."""
-    found = read_pins(name, python).values()
-    matches = [re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?==([\w.]+)", pin) for pin in found]
-    assert all(matches), f"{name}: not every line is an exact pin"
-    return {match[1]: match[2] for match in matches}
+    matches = {r.name: re.fullmatch(r"==([\w.]+)", str(r.specifier)) for r in found}
+    assert all(matches.values()), f"{name}: not every line is an exact pin"
+    return {package: match[1] for package, match in matches.items()}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -78,14 +71,8 @@ def resolve(names: list[str], python: str, platform: str) -> dict[str, dict]:
     )
     environment = {k: v for k, v in os.environ.items() if k != "UV_FIND_LINKS"}
     environment["MACOSX_DEPLOYMENT_TARGET"] = "14.0"
-    result = subprocess.run(
-        [*command.split(), *names],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    options = {"env": environment, "cwd": ROOT, "text": True, "timeout": 600}
+    result = subprocess.run([*command.split(), *names], capture_output=True, **options)
     assert result.returncode == 0, result.stderr[-3000:]
     return {p["name"]: p for p in tomllib.loads(result.stdout)["packages"]}
 
@@ -127,12 +114,8 @@ def test_file_resolves(name, python, platform):
     names = [name] if name != TESTS else ["ci/requirements.txt", TESTS]
     resolved = resolve(names, python, platform)
     arm = platform != LIBTPU_PLATFORM
-    expected = {
-        package: pin.split("==")[1]
-        for package, pin in read_pins(name, python, arm).items()
-    }
     found = {package: entry["version"] for package, entry in resolved.items()}
-    assert expected.items() <= found.items()
+    assert pins(name, python, arm).items() <= found.items()
     compiles_for_tpus = name in ("requirements-tpu.txt", TESTS) and not arm
     assert ("libtpu" in found) == compiles_for_tpus
     assert ("jax-cuda12-plugin" in found) == (name == "requirements-gpu.txt")

@@ -1,11 +1,7 @@
 """The run's log: its lines, where they go, and what ends a run."""
 
-import json
 import math
-import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +9,13 @@ import jax
 import numpy as np
 import pytest
 import ray
-from accidents import wait_for
+from accidents import log_of, wait_for
+from samples import python, run_from_guide
 from tensorboardX.proto import event_pb2
 
 import trainkit.run_log
 import trainkit.workers
 from trainkit.config import TrainingConfig
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class State(NamedTuple):
@@ -49,11 +44,6 @@ def metrics(loss: float, **others) -> dict:
     return {k: np.float32(v) for k, v in ({"loss": loss} | others).items()}
 
 
-def written(config) -> list[dict]:
-    lines = (config.run_path / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_lines_have_the_last_step_the_tokens_and_the_speed(
     log, small, monkeypatch, capsys
 ):
@@ -76,7 +66,7 @@ def test_lines_have_the_last_step_the_tokens_and_the_speed(
     first |= {"tokens_per_s": 384}  # 3 steps of 4 windows of 16 tokens, in 0.5 s
     second = {"step": 12, "tokens": 768, "loss": 12.0, "grad_norm": 2.0}
     second |= {"val_loss": 4.0, "tokens_per_s": 512}
-    assert written(config) == sent == [first, second]
+    assert log_of(config) == sent == [first, second]
     assert reported == first | {"val_loss": math.inf} and last == second
     said = capsys.readouterr().out
     assert "mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4" in said
@@ -123,10 +113,9 @@ def test_an_object_is_written_whole_before_each_checkpoint_and_at_the_end(
     """
     config = small()
     monkeypatch.setattr(TrainingConfig, "remote", True)
-    path = config.run_path / "metrics.jsonl"
 
     def steps() -> list[int]:
-        return [line["step"] for line in written(config)] if path.exists() else []
+        return [line["step"] for line in log_of(config)]
 
     started = log(config)
     started.add(1, metrics(2), False)
@@ -153,7 +142,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(log, small, monkeypatch):
     assert sum(pauses) > 60
     started.file.path = path  # and what was written is there
     started.add(2, metrics(2), True)
-    assert [line["step"] for line in written(config)] == [1, 2]
+    assert [line["step"] for line in log_of(config)] == [1, 2]
 
 
 OPEN_BAR = """
@@ -174,11 +163,7 @@ bar.update(3)
 
 def test_a_bar_that_is_open_at_the_end_does_no_harm():
     """Python 3.13 would end with a segmentation fault."""
-    result = subprocess.run(
-        [sys.executable, "-c", OPEN_BAR], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "closed\n"
+    assert python(OPEN_BAR) == "closed\n"
 
 
 GOOD = {"loss": 1.0, "grad_norm": 1.0}
@@ -208,7 +193,7 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
     assert trainkit.run_log.has_diverged(config, {5: GOOD | {name: value}})
     with pytest.raises(FloatingPointError, match="5: .* checkpoint: step_00000004."):
         trainkit.run_log.refuse_diverged(config)
-    assert [line["step"] for line in written(config)] == [6]
+    assert [line["step"] for line in log_of(config)] == [6]
 
 
 # Where the guide sends the lines.
@@ -216,17 +201,13 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
 
 def sent(log, config, module: str) -> tuple[list[dict], dict]:
     """Three lines, and what the guide's block that imports a module defines."""
-    text = (ROOT / "docs/guide.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (code,) = [text for text in blocks if re.match(rf"(import|from) {module}", text)]
-    names = {"config": config, "__name__": "__main__"}
-    exec(code, names)
+    names = run_from_guide(module, {"config": config, "__name__": "__main__"})
     send = ray.cloudpickle.loads(ray.cloudpickle.dumps(names["send"]))  # to a worker
     started = log(config, 0, send)
     for step in (1, 2, 3):
         started.add(step, metrics(1 / step, val_loss=step), True)
     started.close()
-    return written(config), send.__globals__
+    return log_of(config), send.__globals__
 
 
 def test_lines_go_to_weights_and_biases(log, small, tmp_path, monkeypatch):

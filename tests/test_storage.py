@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,9 @@ import pytest
 import tiktoken
 from accidents import (
     Accidents,
+    answers,
     assert_equal_runs,
+    free_port,
     log_of,
     train_loop_of,
     wait_for,
@@ -30,14 +31,7 @@ import trainkit.generate
 import trainkit.lock
 import trainkit.token_files
 
-ROOT = Path(__file__).resolve().parent.parent
-
 pytestmark = pytest.mark.slow
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +61,6 @@ def bucket(requests):
         yield "s3://models/runs"
         stop_ray()
         server.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def kill_while_writing(rank: int):
@@ -158,18 +146,3 @@ def test_bucket_that_does_not_exist(bucket, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
         with trainkit.lock.hold(small(storage_path="s3://nowhere/runs")):
             raise AssertionError
-
-
-def test_a_store_has_no_locks_and_the_last_launch_has_the_run(
-    bucket, small, monkeypatch
-):
-    config = small(storage_path=bucket, run_name="launched-twice")
-    monkeypatch.setattr(trainkit.lock, "joined", {})
-    with trainkit.lock.hold(config) as first:
-        trainkit.lock.joined[str(config.run_path)] = first
-        trainkit.lock.confirm(config)
-        with trainkit.lock.hold(config):
-            with pytest.raises(RuntimeError, match="and this one ends"):
-                trainkit.lock.confirm(config)
-    with pytest.raises(RuntimeError, match="belongs to no launch"):
-        trainkit.lock.confirm(config)  # nor is one there when both have ended

@@ -1,12 +1,11 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
-import contextlib
 import os
-import signal
-import socket
+import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,33 +13,37 @@ import psutil
 import pytest
 import ray
 import ray.train.v2.jax
-from accidents import in_the_background, kill_controller, wait_for
-from conftest import start_ray, stop_ray
+from accidents import answers, free_port, in_the_background, wait_for
+from conftest import ROOT, stop_ray
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
+from samples import python
 
 import trainkit
-import trainkit.config
 import trainkit.run_log
 import trainkit.workers
 
-ROOT = Path(__file__).resolve().parent.parent
-
 SMALL_RUN = """
 import os, time
-import jax, ray, ray.train, trainkit.workers
+import jax, ray, ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 note = os.environ["NOTE"]
 
+def where():
+    import trainkit.token_files
+    return trainkit.token_files.__file__
+
 def loop(settings):
     rank = ray.train.get_context().get_world_rank()
     with open(note, "a") as file:
-        print("start", rank, file=file)
+        print("start", rank, where(), file=file)
     assert jax.device_count() == 2
     while not os.path.exists(note + ".over"):
         time.sleep(0.1)
 
+with open(note, "a") as file:
+    print("task", 0, ray.get(ray.remote(where).remote()), file=file)
 JaxTrainer(
     loop,
     scaling_config=ray.train.ScalingConfig(
@@ -52,7 +55,6 @@ JaxTrainer(
     ),
     jax_config=JaxConfig(use_gpu=True),
 ).fit()
-print("ENDED WELL")
 """
 
 
@@ -62,50 +64,13 @@ def cell(start: str) -> str:
     return found
 
 
-START = f"import trainkit\ntrainkit.set_up_driver()\nimport ray\n{cell('ray.init(')}\n"
+START = f"""
+import trainkit
+trainkit.set_up_driver()
+import ray, trainkit.workers
+{cell("ray.init(")}
+"""
 ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-END = "print('ENDED WELL')\n"
-
-
-def run_script(
-    script: str, *runner: str, cwd: Path = ROOT, **variables: str | None
-) -> subprocess.Popen:
-    """A Python of its own, or that of a runner; None takes a variable away."""
-    environment = os.environ | {"RAY_ADDRESS": None, "PYTHONPATH": None} | variables
-    return subprocess.Popen(
-        [*(runner or [sys.executable]), "-c", script],
-        cwd=cwd,
-        env={k: v for k, v in environment.items() if v is not None},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, seconds: float = 240) -> str:
-    """What a script printed, once it has ended; all that it started ends with it."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()[0]
-
-
-def until(condition, process: subprocess.Popen, seconds: float = 240) -> None:
-    """Wait for it; if it doesn't come, the script ends, with all that it started."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(finish(process, 0)[-3000:])
-        time.sleep(0.2)
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture
@@ -121,6 +86,8 @@ def address(request) -> str:
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
+EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+HERE = [sys.executable]
 NO_PROJECT = ["uv", "run", "--no-project", "python"]
 PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
@@ -131,13 +98,15 @@ PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
     [
         ("started", ALONE, NO_PROJECT, "/proc/none"),
         pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
-        pytest.param("joined", START, [], str(Path.home()), marks=pytest.mark.extra),
+        pytest.param("joined", START, HERE, str(Path.home()), marks=pytest.mark.extra),
     ],
     indirect=["address"],
     ids=["without a dashboard", "started", "joined"],
 )
 def test_a_run_among_others(tmp_path, address, begin, runner, home):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
+
+    Nor do workers see this folder.
 
     Ray's cleaner would ask the other cluster's dashboard, and end this run after 5 s. With uv
     in another environment, or none, Ray would start workers without Ray. gRPC, with which JAX
@@ -147,56 +116,28 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "a"\nversion = "1"\nrequires-python = ">=3.11"\n'
     )
-    (tmp_path / "trainkit").symlink_to(ROOT / "trainkit")
+    shutil.copytree(ROOT / "trainkit", tmp_path / "trainkit")
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
     variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
-    variables |= {"RAY_ADDRESS": address}
-    process = run_script(begin + SMALL_RUN, *runner, cwd=tmp_path, **variables)
-    until(lambda: note.exists() and note.read_text().count("\n") >= 2, process)
-    options = {"include_dashboard": True, "dashboard_port": free_port()}
-    other = Cluster(initialize_head=True, head_node_args=options)
-    time.sleep(10)
-    other.shutdown()
-    time.sleep(2)
-    Path(f"{note}.over").touch()
-    assert "ENDED WELL" in finish(process)
-    assert sorted(note.read_text().splitlines()) == ["start 0", "start 1"]
-
-
-@pytest.mark.slow
-def test_what_a_dead_controller_leaves_is_freed(tmp_path):
-    """Ray's cleaner would do it, where it finds the cluster's dashboard."""
-
-    def loop():
-        time.sleep(600)
-
-    stop_ray()
-    start_ray()
-    trainer = ray.train.v2.jax.JaxTrainer(
-        loop,
-        scaling_config=ray.train.ScalingConfig(resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(storage_path=str(tmp_path), name="run"),
-    )
-
-    def free(cpus: float) -> bool:
-        return ray.available_resources()["CPU"] == cpus
-
-    with in_the_background(trainer.fit) as result:
-        wait_for(lambda: free(3), what="a worker")
-        kill_controller(None)
-        with pytest.raises(ray.exceptions.ActorDiedError):
-            result()
-    yours = ray.util.placement_group([{"CPU": 2}])  # of the same process
-    ray.get(yours.ready())
-    time.sleep(3)
-    assert free(1)
-    trainkit.workers.release_placement_groups()
-    wait_for(lambda: free(2), seconds=30, what="a free CPU")
-    time.sleep(2)
-    assert free(2)
-    ray.util.remove_placement_group(yours)
+    variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
+    hide = "import os; os.rename('trainkit', 'elsewhere')"
+    script = begin.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
+    run = partial(python, EXEC, *runner, "-c", script, cwd=tmp_path)
+    with in_the_background(partial(run, **variables)) as finish:
+        wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
+        options = {"include_dashboard": True, "dashboard_port": free_port()}
+        other = Cluster(initialize_head=True, head_node_args=options)
+        time.sleep(10)
+        other.shutdown()
+        time.sleep(2)
+        Path(f"{note}.over").touch()
+        finish()
+    lines = sorted(line.split() for line in note.read_text().splitlines())
+    assert [f"{what} {n}" for what, n, _ in lines] == ["start 0", "start 1", "task 0"]
+    for *_, path in lines:  # it came with Ray
+        assert not path.startswith((str(tmp_path), str(ROOT)))
 
 
 @pytest.mark.extra
@@ -207,8 +148,8 @@ import ray, trainkit
 ray.init(num_cpus=1, include_dashboard=False, runtime_env={"py_executable": "/no/python"})
 trainkit.check_cluster(8)
 """
-    said = finish(run_script(script, RAY_ADDRESS="local"))
-    assert "RuntimeError: Ray has started no process within 8 s." in said
+    with pytest.raises(AssertionError, match="Ray has started no process within 8 s."):
+        python(script)
 
 
 @pytest.mark.slow
@@ -221,14 +162,12 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
     start += [f"--ray-client-server-port={free_port()}"]
     head = subprocess.Popen(start, env=os.environ | token, start_new_session=True)
     try:
-        with socket.socket() as there:
-            at = ("127.0.0.1", port)
-            wait_for(lambda: not there.connect_ex(at), seconds=60, what="the head")
+        wait_for(lambda: answers(port), seconds=60, what="the head")
         where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
         for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
-            said = finish(run_script(START, **where, **other))
-            assert "that cluster asks for a token. Set RAY_AUTH_MODE" in said, said
-        assert "ENDED WELL" in finish(run_script(START + END, **where, **token))
+            with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):
+                python(START, **where | other)
+        python(START, **where | token)
     finally:
         for process in (*psutil.Process(head.pid).children(recursive=True), head):
             process.kill()
@@ -236,8 +175,8 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
 
 
 def test_a_notebook_without_its_folder(tmp_path):
-    said = finish(run_script(cell("set_up_driver()"), cwd=tmp_path))
-    assert "Open this notebook in its clone, beside trainkit/." in said
+    with pytest.raises(AssertionError, match="Open this notebook in its clone, beside"):
+        python(cell("set_up_driver()"), cwd=tmp_path)
 
 
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
@@ -271,13 +210,11 @@ windows = np.zeros((4, 17), np.uint16)
 state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
 print(metrics, tutorial.eval_step(state.params, windows, config))
 print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
-print("ENDED WELL")
 """
     variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1"}
     variables |= {"JAX_NUMPY_RANK_PROMOTION": "warn", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
     variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    said = finish(run_script(script, **variables))
-    assert "ENDED WELL" in said, said[-3000:]
+    python(script, **variables)
 
 
 GPUS = [  # that Ray assigned, that are visible, JAX's own setting, visible afterwards
@@ -328,8 +265,9 @@ def test_an_observer_cannot_end_what_it_observes(capsys):
     observer = trainkit.run_log.Observer(send)
     for step in (1, 2, 3, 4, 5):
         observer.lines.put({"step": step})
+    wait_for(lambda: len(seen) == 4, seconds=60, what="the lines")
     start = time.monotonic()
-    observer.close(seconds=2.0)
+    observer.close(seconds=0.5)
     assert time.monotonic() - start < 30 and observer.thread.daemon
     assert seen == [1, 2, 3, 4]
     said = capsys.readouterr().out

@@ -12,20 +12,17 @@ from accidents import (
     at_step,
     in_the_background,
     log_of,
-    loop_that_notes_the_world,
     lose,
     losses_of_one_process,
+    train_loop_of,
     wait_for,
     world_sizes,
 )
-from conftest import start_ray, stop_ray
-from ray.cluster_utils import Cluster
+from conftest import ROOT
 
 import trainkit.config
-import trainkit.workers
 
-pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simulated")]
 CONFIG = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
 
 
@@ -44,41 +41,20 @@ def add_host(cluster, name: str, host: int, pod_type: str, topology: str):
     )
 
 
-@pytest.fixture
-def tpu_cluster(monkeypatch):
-    """A cluster that has a head only; TPU workers compute on the CPU."""
-    environment = trainkit.workers.environment
-
-    def simulated(config):
-        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
-        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
-
-    monkeypatch.setattr(trainkit.workers, "environment", simulated)
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    start_ray(cluster.address)
-    yield cluster
-    stop_ray()
-    cluster.shutdown()
-
-
 def small_model(folder: Path, **changes):
     """The TPU configuration with a small model, and its storage in `folder`."""
     values = {
-        "vocab_size": 521,
-        "block_size": 16,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_embd": 32,
-        "compute_dtype": "float32",
-        "attention": "xla",  # splash is a kernel for TPUs; test_tpu_compile compiles it
-        "batch_size": 32,
-        "learning_rate": 1e-2,
-        "warmup_steps": 4,
-        "log_interval": 1,
-        "eval_interval": 3,
-        "eval_steps": 1,
-        "data_dir": str(folder / "data"),
+        **{
+            "vocab_size": 521,
+            "block_size": 16,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_embd": 32,
+        },
+        # Splash is a kernel for TPUs; test_tpu_compile compiles it.
+        **{"compute_dtype": "float32", "attention": "xla", "batch_size": 32},
+        **{"learning_rate": 1e-2, "warmup_steps": 4, "log_interval": 1},
+        **{"eval_interval": 3, "eval_steps": 1, "data_dir": str(folder / "data")},
         "storage_path": str(folder / "runs"),
     }
     return trainkit.config.load_config(CONFIG, **(values | changes))
@@ -94,64 +70,53 @@ def check_losses(tutorial, config) -> None:
     np.testing.assert_allclose([line["loss"] for line in log], losses, atol=1e-4)
 
 
-def test_slice_trains_and_saves(tutorial, tpu_cluster, write_bins, tmp_path):
-    """The notebook's loop and TPU configuration, with a small model."""
-    for host in range(4):
-        add_host(tpu_cluster, "slice-0", host, "v6e-16", "4x4")
-    tpu_cluster.wait_for_nodes()
-    config = small_model(tmp_path, max_steps=4)
+ALONE = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
+
+
+@pytest.mark.parametrize(
+    "changes, workers, devices",
+    [({}, 4, 4), pytest.param(ALONE, 1, 8, marks=pytest.mark.extra)],
+    ids=["a slice", "a host by itself"],
+)
+def test_slice_trains_and_saves(
+    tutorial, head, write_bins, tmp_path, changes, workers, devices
+):
+    """The notebook's loop and TPU configuration, with a small model.
+
+    Or a host by itself, as on Colab and Kaggle: no slice, no topology, a v5e-8.
+    """
+    if changes:
+        head.add_node(num_cpus=1, resources={"TPU": 8})
+    else:
+        for host in range(4):
+            add_host(head, "slice-0", host, "v6e-16", "4x4")
+    head.wait_for_nodes()
+    config = small_model(tmp_path, max_steps=4, **changes)
     write_bins(config, val_tokens=1_001)
     result = tutorial.make_trainer(config).fit()
     assert result.error is None and result.metrics["step"] == 4
     check_losses(tutorial, config)
-
-    # 4 processes wrote their shards: 16 devices in all.
     metadata = ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
-    assert metadata.custom_metadata["num_workers"] == 4
+    assert metadata.custom_metadata["num_workers"] == workers
+    assert metadata.custom_metadata["devices_per_worker"] == devices
     assert jax.process_count() == 1 and os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 @pytest.mark.extra
-def test_a_tpu_host_by_itself_runs_on_its_own_chips(
-    tutorial, tpu_cluster, write_bins, tmp_path
-):
-    """As on Colab and Kaggle: no slice, no topology, a v5e-8."""
-    tpu_cluster.add_node(num_cpus=1, resources={"TPU": 8})
-    tpu_cluster.wait_for_nodes()
-    alone = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
-    config = trainkit.workers.with_num_workers(
-        small_model(tmp_path, max_steps=3, **alone)
-    )
-    assert config.num_workers == 1
-    write_bins(config, val_tokens=1_001)
-    result = tutorial.make_trainer(config).fit()
-    assert result.metrics["step"] == 3
-    metadata = ocp.PyTreeCheckpointer().metadata(result.checkpoint.path)
-    assert metadata.custom_metadata["devices_per_worker"] == 8
-
-
-@pytest.mark.extra
 def test_a_run_on_two_slices_goes_on_when_it_loses_one(
-    tutorial, tpu_cluster, write_bins, tmp_path, monkeypatch
+    tutorial, head, write_bins, tmp_path, monkeypatch
 ):
     """Two v6e 2x2 slices of one host each; then one of them, with the same losses."""
-    slices = [add_host(tpu_cluster, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
-    tpu_cluster.wait_for_nodes()
+    slices = [add_host(head, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
+    head.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
-    config = small_model(
-        tmp_path,
-        topology="2x2",
-        num_workers=[1, 2],
-        max_steps=30,
-        eval_interval=5,
-        learning_rate=1e-3,
-    )
+    changes = {"num_workers": [1, 2], "max_steps": 30, "eval_interval": 5}
+    config = small_model(tmp_path, topology="2x2", learning_rate=1e-3, **changes)
     write_bins(config, val_tokens=1_001)
-    loop = loop_that_notes_the_world(tutorial, config)
-    config.run_path.mkdir(parents=True)
+    loop = train_loop_of(tutorial)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: at_step(12)(config), what="step 12")
-        lose(tpu_cluster, slices[1])
+        lose(head, slices[1])
         assert result().error is None
     assert world_sizes(config) == [2, 1]
     check_losses(tutorial, config)

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,9 +11,9 @@ import numpy as np
 import pytest
 import ray.data
 from accidents import log_of
-from conftest import ROOT, read_arrays
+from conftest import read_arrays
 from notebook_module import abstract_state
-from samples import add_from_guide
+from samples import add_from_guide, python
 
 import trainkit.checkpoints
 import trainkit.generate
@@ -41,21 +38,13 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, undisturbed):
     assert [line["step"] for line in log] == list(range(1, 73))
     losses = {line["step"]: line["val_loss"] for line in log if "val_loss" in line}
     assert [*losses] == list(range(12, 73, 12))
-    assert {"loss", "grad_norm", "learning_rate", "tokens_per_s"} <= log[0].keys()
     assert log[-1]["loss"] < log[0]["loss"] - 0.2
 
     # The same numbers as one process with two devices: the two workers are one program.
     one = dataclasses.replace(config, num_workers=1)
     together = dataclasses.asdict(one) | {"devices_per_worker": 2}
     flags = "--xla_force_host_platform_device_count=2"  # each draws its own dropout
-    printed = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, json.dumps(together)],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": flags},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    printed = python(ONE_PROCESS, json.dumps(together), XLA_FLAGS=flags)
     expected = json.loads(printed.splitlines()[-1])
     np.testing.assert_allclose([line["loss"] for line in log], expected, atol=1e-4)
 
@@ -92,5 +81,5 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     cut_windows = partial(tutorial.cut_windows, config=config)
     trainer = tutorial.make_trainer(config, tutorial.train_on_stream)
     trainer.datasets = {"windows": documents.map_batches(cut_windows, batch_size=256)}
-    assert trainer.fit().error is None
+    assert trainer.fit().metrics["step"] == config.max_steps
     assert not Path(config.data_dir).exists()

@@ -190,9 +190,7 @@ def test_memorizes_one_batch(tutorial, small):
     assert tutorial.train_step._cache_size() == 1  # compiled once
 
 
-@pytest.mark.parametrize(
-    "savings", [{"loss_chunks": 2}, {"loss_chunks": 8}, {"scan_layers": True}]
-)
+@pytest.mark.parametrize("savings", [{"loss_chunks": 8}, {"scan_layers": True}])
 def test_saving_memory_changes_no_result(tutorial, small, savings):
     config = small(dropout=0.0 if "scan_layers" in savings else 0.1)
     saving = dataclasses.replace(config, **savings)
