@@ -159,6 +159,14 @@ def test_code_that_the_page_folds_away_runs(tutorial):
     assert names["in_a_bucket"].storage_path.startswith("s3://")
 
 
+def test_the_cells_of_a_job_lack_no_name():
+    """The guide's job leaves out the asides."""
+    cells = [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "-"]
+    source = "\n".join(cell.source for cell in cells)
+    subprocess.run(check, input=source, text=True, check=True)
+
+
 def test_readme_is_in_step():
     rendered = render_readme.render(ROOT / "README.ipynb")
     assert (ROOT / "README.md").read_text() == rendered
