@@ -34,6 +34,7 @@ include_patterns = [
 include_patterns += [
     "trainkit/*.py",
     "examples/*.py",
+    "ci/make_vocabulary.py",
     "configs/**.yaml",
 ]  # linked to
 exclude_patterns = [".*", "build", "storage"]  # folders not worth a walk
