@@ -25,10 +25,10 @@ from trainkit import lock
 from trainkit.config import TrainingConfig
 with lock.hold(TrainingConfig(**json.loads(sys.argv[2]))) as mark:
     if os.fork() == 0:  # what a driver has started doesn't keep its lock
+        print(mark, flush=True)  # once it has let go of it
         os.setsid()
         time.sleep(30)
         os._exit(0)
-    print(mark, flush=True)
     sys.stdin.read()
 """
 PROCESSES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

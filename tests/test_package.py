@@ -71,6 +71,12 @@ def test_paths_with_a_space_are_refused(tmp_path):
     assert not (clone / ".venv").exists()
 
 
+def test_a_python_that_has_nothing_is_told_what_to_install():
+    command = [sys.executable, "-S", "-c", "import trainkit; trainkit.check_versions()"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "packaging is missing. Install what was tested" in result.stderr
+
+
 VERSIONS = [  # of jax, flax, ray, and orbax-checkpoint; what is said of them
     ("0.10.2 0.12.8 2.60.0 0.12.8", ""),
     ("0.11.1 0.12.8 2.60.0 0.12.8", ""),

@@ -29,11 +29,13 @@ import subprocess
 import sys
 from urllib.parse import urlsplit
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
 # From the oldest that the tests ran with, as JAX is; Orbax 1 has another interface.
 NEEDED = {"flax": ">=0.12.8", "orbax-checkpoint": "<1", "ray": ">=2.60"}
+INSTALL = (
+    "Install what was tested, with `pip install -r` and requirements-gpu.txt (NVIDIA GPUs), "
+    "requirements-tpu.txt (Google TPUs), or ci/requirements.txt (neither), and restart the "
+    "kernel."
+)
 # What workers write to their logs, and a notebook needn't show: each start, the stack of C++
 # when another worker has died, and what is known and does no harm.
 NOISE = (
@@ -74,6 +76,13 @@ def check_versions() -> None:
     Raises:
         ImportError: with what was found, what is needed, and the command that installs it.
     """
+    try:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"In {sys.prefix}, packaging is missing. {INSTALL}"
+        ) from error
     found = {"Python": platform.python_version().rstrip("+")}
     for name in (*NEEDED, "jax"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -90,11 +99,7 @@ def check_versions() -> None:
         or found[name] not in SpecifierSet(versions, prereleases=True)
     ]
     if wrong:
-        raise ImportError(
-            f"In {sys.prefix}, {'; '.join(wrong)}. Install what was tested, with `pip install "
-            "-r` and requirements-gpu.txt (NVIDIA GPUs), requirements-tpu.txt (Google TPUs), "
-            "or ci/requirements.txt (neither), and restart the kernel."
-        )
+        raise ImportError(f"In {sys.prefix}, {'; '.join(wrong)}. {INSTALL}")
 
 
 def check_address() -> None:
