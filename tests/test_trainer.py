@@ -81,5 +81,5 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     cut_windows = partial(tutorial.cut_windows, config=config)
     trainer = tutorial.make_trainer(config, tutorial.train_on_stream)
     trainer.datasets = {"windows": documents.map_batches(cut_windows, batch_size=256)}
-    assert trainer.fit().metrics["step"] == config.max_steps
+    assert trainer.fit().error is None
     assert not Path(config.data_dir).exists()
