@@ -411,7 +411,8 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     kept = ("dataset_config", "max_documents", "text_column")
     dataset = [re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")]
     dataset += [str(differs[key]) for key in kept if key in differs]
-    dataset += [Path(differs[key]).stem for key in ("tokenizer",) if key in differs]
+    if "tokenizer" in differs:
+        dataset.append(Path(recipe.tokenizer).stem)
     return {
         "run_name": f"{name}-{fingerprint}",
         "data_dir": str(storage_root() / "data" / "-".join(dataset)),
