@@ -29,7 +29,10 @@ WHAT = ["this notebook", "of one run", "with all devices", "Ray Data", ""]
 CALLS = [  # from a lane, to a lane, what; a number begins a part of the story
     ("Launch", [(0, 1, "fit")]),
     ("Each start,\nalso after a failure", [(1, 2, "the loop"), (4, 2, "restore")]),
-    ("Each step", [(4, 3, "windows"), (3, 2, "iter_batches")]),
+    (
+        "Each step",
+        [(4, 3, "windows"), (3, 2, "iter_batches"), (2, 2, "average gradients")],
+    ),
     ("At checkpoints", [(2, 4, "save"), (2, 1, "report")]),
     ("At the end", [(1, 0, "result")]),
 ]
@@ -46,7 +49,10 @@ def draw_lanes(path: Path) -> None:
             y -= 0.5
             color = COLORS.get(part, "tab:gray")
             arrow = {"arrowstyle": "-|>", "color": color, "shrinkA": 0, "shrinkB": 0}
-            axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+            within = start == end  # among the processes of a lane
+            if not within:
+                axes.annotate("", (end, y), (start, y), arrowprops=arrow)
+            edge = color if within else "none"
             axes.text(
                 (start + end) / 2,
                 y + 0.06,
@@ -54,7 +60,7 @@ def draw_lanes(path: Path) -> None:
                 ha="center",
                 va="bottom",
                 size=9,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+                bbox={"facecolor": "white", "edgecolor": edge, "pad": 3 * within + 0.5},
             )
         y -= 0.2
         axes.text(-1.4, (top + y) / 2, part, va="center", size=9)
@@ -113,6 +119,9 @@ def draw_sharding(path: Path) -> None:
         leaf = jax.tree.leaves(params[name])[0]
         arrays.append((name, leaf.shape, leaf.sharding))
     figure, axes = plt.subplots(1, len(arrays), figsize=(11, 2.9))
+    shape = " x ".join(map(str, mesh.devices.shape))
+    title = f"Devices 0 to 7, a mesh of {shape}, and the parts that they hold"
+    figure.suptitle(title, size=11, y=1.15)
     colors = {}
     for axis, array in zip(axes, arrays):
         draw_array(axis, *array, colors)

@@ -155,16 +155,16 @@ def local_rows(config, mesh: jax.sharding.Mesh) -> np.ndarray:
 
 
 def global_batches(
-    batches: Iterable[dict], numbers: list[np.ndarray], config, mesh: jax.sharding.Mesh
+    batches: Iterable[dict], indices: list[np.ndarray], config, mesh: jax.sharding.Mesh
 ) -> Iterator[jax.Array]:
     """Present the workers' parts of each step's windows as one array, [B, T + 1].
 
     The next array is on its way to the devices before the current one is needed.
 
     Args:
-        batches: for each step, `numbers` and `tokens` of this worker's windows: int64
+        batches: for each step, `indices` and `tokens` of this worker's windows: int64
             [1, rows] and uint16 or uint32 [1, rows, T + 1].
-        numbers: those that are expected, int64 arrays [some steps, rows].
+        indices: those that are expected, int64 arrays [some steps, rows].
 
     Raises:
         RuntimeError: a window is missing, repeated, or out of order.
@@ -173,9 +173,9 @@ def global_batches(
 
     def arrays():
         remaining = iter(batches)
-        for expected in np.concatenate(numbers):
+        for expected in np.concatenate(indices):
             batch = next(remaining, None)
-            found = batch and batch["numbers"][0]
+            found = batch and batch["indices"][0]
             if not np.array_equal(found, expected):
                 raise RuntimeError(f"expected the windows {expected}, found {found}")
             tokens = batch["tokens"][0]

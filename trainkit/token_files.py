@@ -16,17 +16,19 @@ import math
 import os
 import re
 import shutil
-import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from trainkit import tokenizers
 
 WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
+LOCK = "writer.lock"
 OTHERS = {  # what other files begin with
     rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
     rb"\x93NUMPY": "a file of numpy.save: write the array with tofile",
@@ -86,22 +88,26 @@ def new_folder(config) -> Iterator[Path]:
     process has made `data_dir` meanwhile, its files stay.
     """
     folder = Path(config.data_dir).resolve()  # a link stays one
-    prefix = f"{folder.name}.partial-{socket.gethostname()}-"
-    for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
-        process = old.name.removeprefix(prefix)
-        if process == str(os.getpid()) or not is_running(process):
-            shutil.rmtree(old)  # it was killed, perhaps with this process's number
-    partial = folder.with_name(f"{prefix}{os.getpid()}")
+    prefix = f"{folder.name}.partial-"
+    for lock in folder.parent.glob(f"{glob.escape(prefix)}*/{LOCK}"):
+        # Or its process, on whatever node, still writes the folder.
+        with contextlib.suppress(Timeout, OSError), FileLock(lock, 0):
+            shutil.rmtree(lock.parent)
+    partial = folder.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     try:
-        yield partial
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not (folder / "manifest.json").exists():
-                raise
-            shutil.rmtree(partial)
-            print(f"Another process has made {folder} meanwhile; its files are used.")
+        with FileLock(partial / LOCK):
+            yield partial
+            (partial / LOCK).unlink()
+            try:
+                partial.rename(folder)
+            except OSError:
+                if not (folder / "manifest.json").exists():
+                    raise
+                shutil.rmtree(partial)
+                print(
+                    f"Another process has made {folder} meanwhile; its files are used."
+                )
     except BaseException:  # a full disk, say: leave it as it was
         shutil.rmtree(partial)
         raise
@@ -274,7 +280,7 @@ def windows_of(
     return window
 
 
-def window_numbers(
+def window_indices(
     config, split: str, steps: range, rows: np.ndarray | None = None
 ) -> Iterator[list[np.ndarray]]:
     """What `windows_of` gives, in lists of arrays, int64 [some steps, rows].
@@ -284,35 +290,24 @@ def window_numbers(
     """
     stride = math.ceil(WINDOWS_IN_RANGE / config.batch_size)
     for start in range(0, len(steps), stride):
-        numbers = windows_of(config, split, steps[start : start + stride], rows)
-        each = max(WINDOWS_AT_ONCE // numbers.shape[1], 1)
-        yield [numbers[place : place + each] for place in range(0, len(numbers), each)]
+        indices = windows_of(config, split, steps[start : start + stride], rows)
+        each = max(WINDOWS_AT_ONCE // indices.shape[1], 1)
+        yield [indices[place : place + each] for place in range(0, len(indices), each)]
 
 
-def read(config, split: str, numbers: np.ndarray) -> np.ndarray:
-    """The windows with these numbers, `config.token_dtype` [..., block_size + 1].
+def read(config, split: str, indices: np.ndarray) -> np.ndarray:
+    """The windows with these indices, `config.token_dtype` [..., block_size + 1].
 
     Raises:
         OSError: the file ends too soon.
     """
     path, T = path_of(config, split), config.block_size
-    tokens = np.empty((numbers.size, T + 1), config.token_dtype)
+    tokens = np.empty((indices.size, T + 1), config.token_dtype)
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):  # Linux: don't read ahead
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        for row, window in zip(tokens, numbers.ravel().tolist()):
+        for row, window in zip(tokens, indices.ravel().tolist()):
             file.seek(window * T * tokens.itemsize)
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{path} ended, or couldn't be read, in window {window}")
-    return tokens.reshape(*numbers.shape, T + 1)
-
-
-def is_running(process: str) -> bool:
-    """Whether this machine has a process of that number; of what is no number, perhaps."""
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError):  # another user's, or of another host
-        pass
-    return True
+    return tokens.reshape(*indices.shape, T + 1)
