@@ -11,16 +11,13 @@ import tiktoken
 import tokenizers
 import transformers
 import yaml
-from notebook_module import initial_state
 from samples import END, byte_pairs, python, without_a_cluster
 
 import trainkit.corpus
-import trainkit.generate
 import trainkit.huggingface
-import trainkit.sharding
 import trainkit.token_files
 import trainkit.tokenizers
-from trainkit.config import TrainingConfig, load_config
+from trainkit.config import load_config
 
 TEXTS = [
     "Some text, and more of it.\n",
@@ -41,11 +38,18 @@ def mine(tmp_path):
     theirs = byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS)
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text(TEXTS[number % 3] * (number + 1))
-    settings = yaml.safe_load(Path("configs/smoke.yaml").read_text())
-    settings |= {"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"}
-    settings |= {"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"}
-    settings |= {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
-    settings |= {"batch_size": 2, "eval_steps": 1, "val_fraction": 0.4}
+    settings = {
+        **{"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"},
+        **{"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"},
+        **{
+            "n_layer": 1,
+            "n_head": 2,
+            "n_embd": 16,
+            "block_size": 16,
+            "platform": "cpu",
+        },
+        **{"batch_size": 2, "eval_steps": 1, "val_fraction": 0.4},
+    }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
     return load_config(tmp_path / "mine.yaml", num_workers=1), theirs
 
@@ -65,8 +69,6 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
     assert found == sum(expected, []) and found.count(0) == len(texts)
 
     model = tutorial.create_model(config)
-    (text,) = trainkit.generate.generate(model, ["Some text"], max_new_tokens=4)
-    assert text.startswith("Some text")
     folder = trainkit.huggingface.export(model, tmp_path / "exported")
     exported = transformers.AutoTokenizer.from_pretrained(folder)
     assert exported(TEXTS[0])["input_ids"] == theirs.encode(TEXTS[0]).ids
@@ -108,12 +110,8 @@ def test_more_tokens_than_sixteen_bits_can_count(
     found = np.fromfile(f"{config.data_dir}/train.bin", np.uint32)
     assert found.tolist() == sum(ids, [])
 
-    state = initial_state(tutorial, config, trainkit.sharding.make_mesh(config))
     windows = trainkit.token_files.read(config, "train", np.arange(config.batch_size))
-    assert windows.dtype == np.uint32
-    loss = tutorial.train_step(state, windows, config)[1]["loss"]
-    assert float(loss) == pytest.approx(np.log(2**16), abs=0.2)
-    assert TrainingConfig(vocab_size=2**16).token_dtype == "uint16"
+    assert windows.dtype == np.uint32 and windows[1, 0] == found[16]
 
 
 def test_an_encoding_of_tiktoken_goes_out_as_it_is():
@@ -162,41 +160,33 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
         trainkit.tokenizers.load(str(path))
 
 
-FRAME = {
-    "type": "TemplateProcessing",
-    "single": [{"Sequence": {"id": "A", "type_id": 0}},
-               {"SpecialToken": {"id": END, "type_id": 0}}],
-    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-    "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
-}  # fmt: skip
-CUT = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-PADDED = {"strategy": {"Fixed": 4_000}, "direction": "Right", "pad_to_multiple_of": None,
-          "pad_id": 1, "pad_type_id": 0, "pad_token": "!"}  # fmt: skip
-ORDINARY = {"id": 0, "content": END, "single_word": False, "lstrip": True, "rstrip": True,
-            "normalized": True, "special": False}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"truncation": CUT},
-        {"padding": PADDED},
-        {"post_processor": FRAME},
-        {"added_tokens": [ORDINARY]},
-        {"dropout": 0.5},
-        {"added_tokens": [ORDINARY, ORDINARY | {"id": 300, "content": "of"}]},
+MORE = {  # than tokens
+    "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst",
+                   "stride": 0},
+    "padding": {"strategy": {"Fixed": 4_000}, "direction": "Right", "pad_id": 1,
+                "pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "!"},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}},
+                   {"SpecialToken": {"id": END, "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+    },
+    "added_tokens": [
+        {"id": id, "content": text, "single_word": False, "lstrip": True,
+         "rstrip": True, "normalized": True, "special": False}
+        for id, text in ((0, END), (300, "of"))
     ],
-    ids=lambda more: "-".join(more),
-)  # fmt: skip
-def test_a_tokenizer_only_tokenizes(tmp_path, more):
+}  # fmt: skip
+
+
+def test_a_tokenizer_only_tokenizes(tmp_path):
     """Whatever else its file says; and what a text spells is text."""
     path = tmp_path / "tokenizer.json"
     theirs = byte_pairs(path, TEXTS)
     theirs.encode_special_tokens = True
-    if "dropout" in more:
-        more = {"model": json.loads(path.read_text())["model"] | more}
-    changed(path, **more)
+    model = json.loads(path.read_text())["model"] | {"dropout": 0.5}
+    changed(path, model=model, **MORE)
     for name in (tmp_path, path):  # a folder, or a file
         found = trainkit.tokenizers.load(str(name))
         for text in (*TEXTS, " ".join(TEXTS * 40)):
@@ -211,10 +201,6 @@ def test_a_tokenizer_only_tokenizes(tmp_path, more):
     [
         ({"normalizer": {"type": "Lowercase"}}, "makes .* on h.* of the text .* on H"),
         ({"normalizer": {"type": "NFKD"}}, "makes .* of the text 'Ça coûte"),
-        (
-            {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
-            "m",
-        ),
         ({"decoder": None}, "makes .*Ġ"),
         ({"end": "t"}, "makes .* without tokens that end a text"),
     ],
@@ -233,19 +219,15 @@ def test_a_tokenizer_that_changes_texts_is_refused(tmp_path, changes, words):
         trainkit.tokenizers.load(str(path))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["a" + " " * 10**6 + "b", "\n" * 10**6 + "a", " " * 2_500_000 + "b", "a " * 10**6],
-)
-def test_long_runs_of_spaces_have_tokens(text):
+def test_long_runs_of_spaces_have_tokens():
     """For tiktoken, a million of them before a word are too many."""
     tokenizer, theirs = trainkit.tokenizers.load("gpt2"), tiktoken.get_encoding("gpt2")
-    ids = tokenizer.encode_ordinary(text)
-    assert tokenizer.decode(ids) == text
-    if text[:2] == "a ":
-        start = text[:900_000]
-        assert ids[:400_000] == theirs.encode_ordinary(start)[:400_000]
-    assert pickle.loads(pickle.dumps(tokenizer)).encode_ordinary("a b") == [64, 275]
+    tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    for text in ("a" + "\n" * 10**6 + "b", " " * 2_500_000 + "b", "a " * 10**6):
+        ids = tokenizer.encode_ordinary(text)
+        assert tokenizer.decode(ids) == text
+    start = text[:900_000]
+    assert ids[:400_000] == theirs.encode_ordinary(start)[:400_000]
 
 
 def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
@@ -259,7 +241,7 @@ def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):
 
 
 def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
-    """As `snapshot_download` brings it, which can't be run here; later, it is there."""
+    """As `snapshot_download` brings it, which can't be run here."""
     asked = []
 
     def download(name, allow_patterns):
@@ -267,12 +249,10 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(
-        ConnectionError, match="someone/nothing.*no model of the Hugging"
-    ):
+    with pytest.raises(ConnectionError, match="someone/nothing.*no model of the"):
         trainkit.tokenizers.load("someone/nothing")
     byte_pairs(tmp_path / "tokenizer.json", TEXTS)
-    for _ in range(2):
+    for _ in range(2):  # at the second time, it is there
         assert trainkit.tokenizers.load("someone/tokenizer").n_vocab == 300
     files = ["tokenizer.json", "tokenizer_config.json"]
     assert asked == [("someone/nothing", files), ("someone/tokenizer", files)]
