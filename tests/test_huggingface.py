@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -64,7 +65,7 @@ def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
     checkpoint = save(first, tmp_path / "checkpoint")
     model = trainkit.generate.load_model(tutorial.create_model, checkpoint)
     exported = trainkit.huggingface.export(model, tmp_path / "exported")
-    before, after = (load_file(x / "model.safetensors") for x in (folder, exported))
+    before, after = (load_file(x / WHOLE) for x in (folder, exported))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     again = parameters(ours(tutorial, small, exported))
     jax.tree.map(np.testing.assert_array_equal, parameters(first), again)
@@ -99,49 +100,49 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
     assert sorted(p.name for p in tmp_path.glob("exported*")) == ["exported"]
 
 
-def stray(folder, tensors):
-    """A file that nothing names, as may be left from before."""
-    save_file({"wte.weight": np.zeros(3, np.float32)}, folder / "old.safetensors")
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WTE, ZEROS = "transformer.wte.weight", np.zeros((1237, 80))
+OTHERS = {"old.safetensors": {"wte.weight": np.zeros(3)}}  # which nothing names
 
 
-def with_masks(folder, tensors):
+def put(folder: Path, files: dict[str, dict | str]) -> None:
+    """Tensors or texts in these files, instead of the weights that are there."""
+    (folder / WHOLE).unlink()
+    for name, contents in files.items():
+        if isinstance(contents, str):
+            (folder / name).write_text(contents)
+        else:
+            save_file(contents, folder / name)
+
+
+def in_shards(tensors) -> dict:
+    names, files = sorted(tensors), {}
+    for file, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        files[file] = {name: tensors[name] for name in part}
+    where = {name: file for file, part in files.items() for name in part}
+    return files | {INDEX: json.dumps({"weight_map": where})}
+
+
+def with_masks(tensors) -> dict:
     """As in OpenAI's own files on the hub, whose names have no prefix."""
     plain = {k.removeprefix("transformer."): v for k, v in tensors.items()}
-    masks = {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8)}
-    save_file(plain | masks, folder / "model.safetensors")
+    return {WHOLE: plain | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8)}}
 
 
-def with_a_tied_head(folder, tensors):
-    head = {"lm_head.weight": tensors["transformer.wte.weight"].copy()}
-    save_file(tensors | head, folder / "model.safetensors")
-
-
-def in_shards(folder, tensors):
-    """With another file beside, which the index doesn't name."""
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in files.items():
-        save_file({name: tensors[name] for name in part}, folder / file)
-    stray(folder, tensors)
-    where = {name: file for file, part in files.items() for name in part}
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": where}))
-
-
-def in_doubles(folder, tensors):
-    double = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-    save_file(double, folder / "model.safetensors")
-
-
-FORMS = [stray, with_masks, with_a_tied_head, in_shards, in_doubles]
-
-
-@pytest.mark.parametrize("change", FORMS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: {WHOLE: tensors} | OTHERS,
+        lambda tensors: {WHOLE: tensors | {"lm_head.weight": tensors[WTE].copy()}},
+        lambda tensors: {WHOLE: {k: x.astype(np.float64) for k, x in tensors.items()}},
+        lambda tensors: in_shards(tensors) | OTHERS,
+        with_masks,
+    ],
+)
 def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
     _, folder = peer
     expected = parameters(ours(tutorial, small, folder))
-    change(folder, load_file(folder / "model.safetensors"))
+    put(folder, change(load_file(folder / WHOLE)))
     found = parameters(ours(tutorial, small, folder))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -155,69 +156,37 @@ def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype):
     np.testing.assert_array_equal(found.astype(np.float32), expected)
 
 
-def edit(name, tensor):
-    """A tensor to change or to add."""
-
-    def change(folder, tensors):
-        save_file(tensors | {name: tensor}, folder / "model.safetensors")
-
-    return change
-
-
-def configure(**others):
-    def change(folder, tensors):
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | others))
-
-    return change
-
-
-def both_forms(folder, tensors):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-
-
-def neither_form(folder, tensors):
-    (folder / "model.safetensors").rename(folder / "old.safetensors")
-
-
-def cut_off(folder, tensors):
-    os.truncate(folder / "model.safetensors", 9_000)
-
-
-def a_shard_less(folder, tensors):
-    in_shards(folder, tensors)
-    (folder / "b.safetensors").unlink()
-
-
-def a_damaged_index(folder, tensors):
-    neither_form(folder, tensors)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
-
-
-WTE, ZEROS = "transformer.wte.weight", np.zeros((1237, 80))
 BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (configure(vocab_size=1240), r"wte.weight \(1237, 80\), expected \(1240, 80\)"),
-        (configure(n_layer=4), "of 52 tensors, 12 differ .*: found h.3.* none, exp"),
-        (edit("adapter.weight", np.zeros(3)), r"adapter.weight \(3,\), expected none"),
-        (edit("lm_head.weight", ZEROS), "lm_head.weight and wte.weight"),
-        (edit("wte.weight", ZEROS), "has wte.weight twice"),
-        (edit(WTE, ZEROS.astype(np.int8)), "has wte.weight as int8; expected"),
-        (both_forms, f"{BOTH} both"),
-        (neither_form, f"{BOTH} neither"),
-        (cut_off, "model.safetensors can't be read"),
-        (a_shard_less, "b.safetensors can't be read"),
-        (a_damaged_index, "model.safetensors.index.json can't be read"),
+        (
+            {WTE: np.zeros((1240, 80))},
+            r"wte.weight \(1240, 80\), expected \(1237, 80\)",
+        ),
+        ({"adapter.weight": np.zeros(3)}, r"adapter.weight \(3,\), expected none"),
+        ({"lm_head.weight": ZEROS}, "lm_head.weight and wte.weight"),
+        ({"wte.weight": ZEROS}, "has wte.weight twice"),
+        ({WTE: ZEROS.astype(np.int8)}, "has wte.weight as int8; expected"),
+        (
+            lambda x: {WHOLE: {WTE: x[WTE]}},
+            "of 40 tensors, 39 .*: found h.0.* none, exp",
+        ),
+        (lambda x: {WHOLE: x, INDEX: "{}"}, f"{BOTH} both"),
+        (lambda x: OTHERS, f"{BOTH} neither"),
+        (lambda x: {WHOLE: "cut off"}, "model.safetensors can't be read"),
+        (lambda x: in_shards(x) | {"b.safetensors": ""}, "b.safetensors can't be read"),
+        (lambda x: {INDEX: '{"weight_map": 3}'}, "index.json can't be read"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_weights_that_are_others_are_refused(tutorial, small, peer, change, message):
     _, folder = peer
-    change(folder, load_file(folder / "model.safetensors"))
+    tensors = load_file(folder / WHOLE)
+    files = {WHOLE: tensors | change} if isinstance(change, dict) else change(tensors)
+    put(folder, files)
     with pytest.raises(ValueError, match=f"init_from: .*{message}"):
         ours(tutorial, small, folder)
 
@@ -291,7 +260,7 @@ def test_another_vocabulary_gets_no_tokenizer(tutorial, small, tmp_path, capsys)
     """GPT-2's would turn its tokens into nonsense."""
     model = tutorial.create_model(small(vocab_size=521))
     folder = trainkit.huggingface.export(model, tmp_path / "exported")
-    assert (folder / "model.safetensors").exists() and not [*folder.glob("*token*")]
+    assert (folder / WHOLE).exists() and not [*folder.glob("*token*")]
     assert "no tokenizer: gpt2 has" in capsys.readouterr().out
 
 
