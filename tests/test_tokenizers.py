@@ -32,13 +32,27 @@ def changed(path: Path, **changes) -> Path:
     return path
 
 
-@pytest.fixture
-def mine(tmp_path):
-    """A configuration with a tokenizer and text of one's own, and the tokenizer."""
-    theirs = byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS)
-    for number in range(8):
-        (tmp_path / f"{number}.txt").write_text(TEXTS[number % 3] * (number + 1))
-    settings = {
+@pytest.mark.parametrize(
+    "size, end, dtype", [(300, 0, "uint16"), (65_537, 65_536, "uint32")]
+)
+def test_a_tokenizer_of_ones_own_from_text_to_text(
+    tutorial, tmp_path, monkeypatch, size, end, dtype
+):
+    """Also with more tokens than sixteen bits can count, of which the last ends a text."""
+    without_a_cluster(monkeypatch)
+    path, file = tmp_path / "mine/tokenizer.json", tmp_path / "mine.yaml"
+    settings = path.with_name("tokenizer_config.json")
+    theirs = byte_pairs(path, TEXTS)
+    theirs.encode_special_tokens = True  # what a text says is text
+    if end:
+        model = json.loads(path.read_text())["model"]
+        model["vocab"] |= {f"<{id}>": id for id in range(300, end)} | {"[END]": end}
+        changed(path, model=model)
+        settings.write_text('{"eos_token": "[END]"}')
+    texts = [TEXTS[n % 3] * (n + 9) for n in range(8)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    values = {
         **{"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"},
         **{"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"},
         **{
@@ -48,70 +62,37 @@ def mine(tmp_path):
             "block_size": 16,
             "platform": "cpu",
         },
-        **{"batch_size": 2, "eval_steps": 1, "val_fraction": 0.4},
+        **{"batch_size": 2, "eval_steps": 1, "val_fraction": 0.5},
     }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
-    return load_config(tmp_path / "mine.yaml", num_workers=1), theirs
-
-
-def test_a_tokenizer_of_ones_own_from_text_to_text(
-    mine, tutorial, tmp_path, monkeypatch
-):
-    without_a_cluster(monkeypatch)
-    config, theirs = mine
-    assert (config.vocab_size, config.token_dtype) == (300, "uint16")
+    file.write_text(yaml.safe_dump(values))
+    config = load_config(file)
+    assert (config.vocab_size, config.token_dtype) == (size, dtype)
     manifest = tutorial.prepare_dataset(config)
     assert manifest["source"]["tokenizer"] == f"{tmp_path}/mine"
-    texts = [TEXTS[n % 3] * (n + 1) for n in (1, 3, 4, 6)]  # the others are for val
-    theirs.encode_special_tokens = True  # what a text says is text
-    expected = [[*theirs.encode(text).ids, 0] for text in texts]
-    found = trainkit.token_files.open_tokens(config, "train").tolist()
-    assert found == sum(expected, []) and found.count(0) == len(texts)
+    assert tutorial.prepare_dataset(config) == manifest  # the tokens are there
+    found = trainkit.token_files.open_tokens(config, "train")
+    ids = [[*theirs.encode(text).ids, end] for text in texts[1::2]]
+    assert found.tolist() == sum(ids, []) and (found == end).sum() == len(ids)
+    windows = trainkit.token_files.read(config, "train", np.arange(2))
+    assert windows.dtype == dtype and windows[1, 0] == found[16]
 
     model = tutorial.create_model(config)
     folder = trainkit.huggingface.export(model, tmp_path / "exported")
     exported = transformers.AutoTokenizer.from_pretrained(folder)
     assert exported(TEXTS[0])["input_ids"] == theirs.encode(TEXTS[0]).ids
-    assert exported.eos_token_id == 0
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
+    assert exported.eos_token_id == end
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == end
 
-    byte_pairs(tmp_path / "mine/tokenizer.json", TEXTS, 290)  # in place
-    other = load_config(tmp_path / "mine.yaml", num_workers=1)
+    byte_pairs(path, TEXTS, 290)  # in place
+    settings.unlink(missing_ok=True)
+    other = load_config(file)
     assert other.vocab_size == 290 and other.run_name != config.run_name
-    with pytest.raises(FileExistsError, match="tokenizer_identity was '300 tokens"):
+    with pytest.raises(FileExistsError, match=f"tokenizer_identity was '{size} tokens"):
         trainkit.corpus.existing(other, tutorial.tokenize)
-    gpt2 = load_config(tmp_path / "mine.yaml", tokenizer="gpt2")
+    gpt2 = load_config(file, tokenizer="gpt2")
     assert gpt2.vocab_size == 50_257 and gpt2.run_name != config.run_name
-    words = r"vocab_size \(289\): expected 290 or more, as tokenizer"
-    with pytest.raises(ValueError, match=words):
-        load_config(tmp_path / "mine.yaml", vocab_size=289)
-
-
-def test_more_tokens_than_sixteen_bits_can_count(
-    small, tutorial, tmp_path, monkeypatch
-):
-    """The end of a text is the last of them, and so stands in the files."""
-    without_a_cluster(monkeypatch)
-    theirs = byte_pairs(tmp_path / "tokenizer.json", TEXTS)
-    model = json.loads(theirs.to_str())["model"]
-    model["vocab"] |= {f"<{id}>": id for id in range(300, 2**16)} | {"[END]": 2**16}
-    changed(tmp_path / "tokenizer.json", model=model)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
-    texts = [f"{i} éa" * 100 for i in range(10)]
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i}.txt").write_text(text)
-    options = {"dataset": f"{tmp_path}/*.txt", "vocab_size": 2**16 + 1}
-    options |= {"tokenizer": str(tmp_path), "val_fraction": 0.5, "eval_steps": 1}
-    config = small(**options)
-    manifest = tutorial.prepare_dataset(config)
-    assert manifest["source"]["dtype"] == config.token_dtype == "uint32"
-    assert tutorial.prepare_dataset(config) == manifest  # they are there
-    ids = [[*theirs.encode(text).ids, 2**16] for text in texts[1::2]]
-    found = np.fromfile(f"{config.data_dir}/train.bin", np.uint32)
-    assert found.tolist() == sum(ids, [])
-
-    windows = trainkit.token_files.read(config, "train", np.arange(config.batch_size))
-    assert windows.dtype == np.uint32 and windows[1, 0] == found[16]
+    with pytest.raises(ValueError, match=r"vocab_size \(289\): expected 290 or more"):
+        load_config(file, vocab_size=289)
 
 
 def test_an_encoding_of_tiktoken_goes_out_as_it_is():
