@@ -83,19 +83,10 @@ def test_defaults():
     assert found == generate_tokens(model, [[1]], 64, 0.8, 50, 0, None)
     assert found != generate_tokens(model, [[1]], 64, 0.8, 50, 1, None)
     # Any token can come in a freer choice, but none beyond the vocabulary.
-    assert set(generate_tokens(model, [[1]], temperature=1e6)[0]) == set(range(11))
-    assert trainkit.generate.decode._cache_size() == 1
-
-
-def test_draws_differ_from_place_to_place_and_from_row_to_row():
-    """Each step goes on by 1 or 2."""
-    options = {"max_new_tokens": 60, "temperature": 2.0, "top_k": 2}
-    rows = generate_tokens(NextToken(block_size=64), [[0]] * 8, **options)
-    steps = np.diff(rows) % 11
-    assert set(np.unique(steps)) == {1, 2}
-    assert len(set(map(tuple, steps.tolist()))) == 8
-    # exp(4 / 2) against exp(3 / 2): of 472 steps, 62.2 % by 1, give or take four sigmas
-    assert (steps == 1).mean() == pytest.approx(0.622, abs=0.09)
+    rows = generate_tokens(model, [[1]] * 8, temperature=1e6)
+    assert {*sum(rows, [])} == {*range(11)} and len({*map(tuple, rows)}) == 8
+    assert len({*np.diff(rows[0]) % 11}) > 5  # draws differ from place to place
+    assert trainkit.generate.decode._cache_size() == 2
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -149,8 +149,8 @@ def test_weights_are_those_that_the_names_say(tutorial, small, peer, change):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_two_bytes_are_read_as_they_are(tmp_path, dtype):
-    theirs = make_peer(ODD | {"n_layer": 1}, tmp_path)
-    theirs.to(dtype).save_pretrained(tmp_path)
+    theirs = make_peer(ODD | {"n_layer": 1}, tmp_path).to(dtype)
+    theirs.save_pretrained(tmp_path)
     found = trainkit.huggingface.read_tensors(tmp_path)["wte.weight"]
     expected = theirs.transformer.wte.weight.float().detach().numpy()
     np.testing.assert_array_equal(found.astype(np.float32), expected)
