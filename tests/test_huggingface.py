@@ -206,20 +206,20 @@ def test_a_tokenizer_that_comes_with_weights_is_the_runs(peer, tmp_path):
     assert load(path).tokenizer == "gpt2"
 
 
-@pytest.mark.parametrize(
-    "setting, value, expected",
-    [
-        ("activation_function", "relu", "'gelu_new'"),
-        ("layer_norm_epsilon", 1e-6, "1e-05"),
-        ("scale_attn_by_inverse_layer_idx", True, False),
-        ("scale_attn_weights", False, True),
-        ("tie_word_embeddings", False, True),
-        ("n_inner", 100, 3072),
-        ("add_cross_attention", True, False),
-        ("quantization_config", {"bits": 8}, None),
-        ("model_type", "bert", "'gpt2'"),
-    ],
-)
+OTHER_KINDS = [  # a setting, its value, and what is expected
+    ("activation_function", "relu", "'gelu_new'"),
+    ("layer_norm_epsilon", 1e-6, "1e-05"),
+    ("scale_attn_by_inverse_layer_idx", True, False),
+    ("scale_attn_weights", False, True),
+    ("tie_word_embeddings", False, True),
+    ("n_inner", 100, 3072),
+    ("add_cross_attention", True, False),
+    ("quantization_config", {"bits": 8}, None),
+    ("model_type", "bert", "'gpt2'"),
+]
+
+
+@pytest.mark.parametrize("setting, value, expected", OTHER_KINDS)
 def test_other_kinds_of_gpt2_are_refused(tmp_path, setting, value, expected):
     settings = transformers.GPT2Config().to_dict() | {setting: value}
     (tmp_path / "config.json").write_text(json.dumps(settings))

@@ -245,6 +245,8 @@ def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
     assert first.shape == (274, 2) and first.dtype == np.int64
     expected = trainkit.token_files.windows_of(config, "train", range(281, 555))
     np.testing.assert_array_equal(second, expected[:, rows])
+    val = trainkit.token_files.windows_of(config, "val", range(1))[0]
+    np.testing.assert_array_equal(val, np.arange(480) % 25)  # not shuffled
 
 
 def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, monkeypatch):
