@@ -113,24 +113,26 @@ def test_what_the_pattern_matches_is_read_once(
         ([], "books*.text", "no file matches"),
         (["_SUCCESS", ".a.txt"], "", "no file matches"),
         ([b"r\xe9sum\xe9.txt"], "", r"sum\\udce9.txt', which can't be .* isn't UTF-8"),
-        (["a.txt"], "nowhere://a/*.txt", "cannot list nowhere.* package"),
-        (["a.txt", "link.txt"], "*.txt", "link.txt', which can't be read: a link that"),
-        (["a.txt", "pipe.txt"], "", "pipe.txt', which can't be read"),  # without an end
+        ([], "nowhere://a/*.txt", "cannot list nowhere.* package"),
     ],
     ids=str,
 )
 def test_what_cannot_be_taken_is_named(small, tmp_path, files, name, words):
     for file in files:
-        path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + os.fsencode(file)))
-        if path.name == "link.txt":
-            path.symlink_to("nothing")
-        elif path.name == "pipe.txt":
-            os.mkfifo(path)
-        else:
-            path.touch()
+        (tmp_path / os.fsdecode(file)).touch()
     name = name if "://" in name else f"{tmp_path}/{name}"
     with pytest.raises((ValueError, OSError), match=f"dataset: .*{words}"):
         trainkit.corpus.read(small(dataset=name))
+
+
+def test_what_is_no_file_is_named(small, tmp_path):
+    (tmp_path / "link.txt").symlink_to("nothing")
+    os.mkfifo(tmp_path / "pipe.txt")  # which would be read without an end
+    for name in ("link.txt", "pipe.txt"):
+        with pytest.raises(
+            ValueError, match=f"dataset: .*{name}', which can't be read"
+        ):
+            trainkit.corpus.read(small(dataset=f"{tmp_path}/{name[:3]}*.txt"))
 
 
 LINE = '{"text": "words"}\n'
@@ -342,17 +344,14 @@ def test_a_split_without_documents_is_refused(write):
             write([(split, [1, 2, 3])] * 3, val_fraction=0.25)
 
 
-@pytest.mark.parametrize(
-    "number, words",
-    [(errno.ENOSPC, "data_dir: the disk of .* has no"), (errno.EIO, "cable")],
-)
-def test_a_disk_that_is_full_says_what_helps(write, small, number, words):
-    documents = [("train", [1]), ("val", [2])]
-    with pytest.raises(OSError, match=words) as error:
-        write(documents, error=OSError(number, "broken cable"))
-    assert error.value.errno == number
-    folder = Path(small().data_dir)
-    assert not folder.exists() and not [*folder.parent.glob("*.partial*")]
+def test_a_disk_that_is_full_says_what_helps(write, small):
+    folder, documents = Path(small().data_dir), [("train", [1]), ("val", [2])]
+    said = {errno.ENOSPC: "data_dir: the disk of .* has no", errno.EIO: "cable"}
+    for number, words in said.items():
+        with pytest.raises(OSError, match=words) as error:
+            write(documents, error=OSError(number, "broken cable"))
+        assert error.value.errno == number
+        assert not folder.exists() and not [*folder.parent.glob("*.partial*")]
 
 
 def test_what_a_task_of_ours_says_is_said(write):

@@ -54,21 +54,13 @@ def test_the_same_function(tutorial, small, peer):
     assert loss == pytest.approx(expected.loss.item(), abs=1e-5)
 
 
-def parameters(model) -> dict[tuple, np.ndarray]:
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {path: np.asarray(param[...]) for path, param in flat}
-
-
 def test_in_out_in_is_exact(tutorial, small, peer, tmp_path):
     _, folder = peer
-    first = ours(tutorial, small, folder)
-    checkpoint = save(first, tmp_path / "checkpoint")
+    checkpoint = save(ours(tutorial, small, folder), tmp_path / "checkpoint")
     model = trainkit.generate.load_model(tutorial.create_model, checkpoint)
     exported = trainkit.huggingface.export(model, tmp_path / "exported")
     before, after = (load_file(x / WHOLE) for x in (folder, exported))
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    again = parameters(ours(tutorial, small, exported))
-    jax.tree.map(np.testing.assert_array_equal, parameters(first), again)
 
 
 PROGRAM = """
@@ -127,6 +119,11 @@ def with_masks(tensors) -> dict:
     """As in OpenAI's own files on the hub, whose names have no prefix."""
     plain = {k.removeprefix("transformer."): v for k, v in tensors.items()}
     return {WHOLE: plain | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8)}}
+
+
+def parameters(model) -> dict[tuple, np.ndarray]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {path: np.asarray(param[...]) for path, param in flat}
 
 
 @pytest.mark.parametrize(

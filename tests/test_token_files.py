@@ -136,13 +136,10 @@ def test_characters_are_no_tokens_of_gpt2(small, write_bins):
         trainkit.token_files.check(dataclasses.replace(letters, vocab_size=50_257))
 
 
-def test_what_tokens_are_taken_for_is_said(small, capsys, monkeypatch):
-    config = small(vocab_size=50_257, eval_steps=1, batch_size=1)
-    Path(config.data_dir).mkdir()
-    for split in ("train", "val"):
-        ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 50)
-        path = trainkit.token_files.path_of(config, split)
-        np.array([*ids, 50_256], np.uint16).tofile(path)
+def test_what_tokens_are_taken_for_is_said(small, write_bins, capsys, monkeypatch):
+    config = write_bins(small(vocab_size=50_257))
+    ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 99)
+    np.array(ids, np.uint16).tofile(trainkit.token_files.path_of(config, "val"))
     assert "already in" in trainkit.token_files.check(config)["source"]
     said = capsys.readouterr().out
     assert "no manifest" in said and "gpt2; the last file begins with 'Some w" in said
