@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -10,7 +11,7 @@ import pytest
 import tiktoken
 import tokenizers
 import transformers
-import yaml
+from conftest import ROOT
 from samples import END, byte_pairs, python, without_a_cluster
 
 import trainkit.corpus
@@ -46,7 +47,7 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
 ):
     """Also with more tokens than sixteen bits can count, of which the last ends a text."""
     without_a_cluster(monkeypatch)
-    path, file = tmp_path / "mine/tokenizer.json", tmp_path / "mine.yaml"
+    path = tmp_path / "mine/tokenizer.json"
     settings = path.with_name("tokenizer_config.json")
     theirs = byte_pairs(path, TEXTS)
     theirs.encode_special_tokens = True  # what a text says is text
@@ -58,20 +59,12 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
     texts = [TEXTS[n % 3] * (n + 9) for n in range(8)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    values = {
-        **{"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"},
-        **{"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"},
-        **{
-            "n_layer": 1,
-            "n_head": 2,
-            "n_embd": 16,
-            "block_size": 16,
-            "platform": "cpu",
-        },
-        **{"batch_size": 2, "eval_steps": 1, "val_fraction": 0.5},
-    }
-    file.write_text(yaml.safe_dump(values))
-    config = load_config(file)
+    changes = {"dataset": f"{tmp_path}/*.txt", "tokenizer": f"{tmp_path}/mine"}
+    changes |= {"data_dir": f"{tmp_path}/data", "storage_path": f"{tmp_path}/runs"}
+    changes |= {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+    changes |= {"batch_size": 2, "eval_steps": 1, "val_fraction": 0.5, "num_workers": 1}
+    load = partial(load_config, ROOT / "configs/smoke.yaml")
+    config = load(**changes)
     assert (config.vocab_size, config.token_dtype) == (size, dtype)
     manifest = tutorial.prepare_dataset(config)
     assert manifest["source"]["tokenizer"] == f"{tmp_path}/mine"
@@ -91,14 +84,14 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
 
     byte_pairs(path, TEXTS, 290)  # in place
     settings.unlink(missing_ok=True)
-    other = load_config(file)
+    other = load(**changes)
     assert other.vocab_size == 290 and other.run_name != config.run_name
     with pytest.raises(FileExistsError, match=f"tokenizer_identity was '{size} tokens"):
         trainkit.corpus.existing(other, tutorial.tokenize)
-    gpt2 = load_config(file, tokenizer="gpt2")
+    gpt2 = load(**changes | {"tokenizer": "gpt2"})
     assert gpt2.vocab_size == 50_257 and gpt2.run_name != config.run_name
     with pytest.raises(ValueError, match=r"vocab_size \(289\): expected 290 or more"):
-        load_config(file, vocab_size=289)
+        load(**changes, vocab_size=289)
 
 
 def test_end_of_text_is_what_its_settings_say(tmp_path):
