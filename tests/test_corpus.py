@@ -129,9 +129,7 @@ def test_what_is_no_file_is_named(small, tmp_path):
     (tmp_path / "link.txt").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe.txt")  # which would be read without an end
     for name in ("link.txt", "pipe.txt"):
-        with pytest.raises(
-            ValueError, match=f"dataset: .*{name}', which can't be read"
-        ):
+        with pytest.raises(ValueError, match=f"dataset: .*{name}', which can't be"):
             trainkit.corpus.read(small(dataset=f"{tmp_path}/{name[:3]}*.txt"))
 
 
@@ -461,9 +459,7 @@ def gpt2(small, **changes):
     return small(vocab_size=50_257, **changes)
 
 
-TEXTS = [
-    f"Document {i}: {'word ' * (i % 7)}\n<|endoftext|> é 漢字" for i in range(1500)
-]
+TEXTS = [f"Text {i}: {'word ' * (i % 7)}\n<|endoftext|> é 漢字" for i in range(1500)]
 
 
 def test_builtin_text_byte_for_byte(tutorial, cluster, small):

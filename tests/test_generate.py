@@ -20,14 +20,12 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
     theirs = make_peer(ODD | {"block_size": 48}, tmp_path)
     model = ours(tutorial, small, tmp_path, scan_layers=True)
     prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
-    found = generate_tokens(
-        model, prompts, 32, temperature=0.0, end_of_text=ODD["vocab_size"] - 1
-    )
+    end = ODD["vocab_size"] - 1
+    found = generate_tokens(model, prompts, 32, temperature=0.0, end_of_text=end)
     for prompt, tokens in zip(prompts, found):
-        expected = theirs.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=32, pad_token_id=0
-        )[0, len(prompt) :]
-        assert tokens == expected.tolist()
+        options = {"do_sample": False, "max_new_tokens": 32, "pad_token_id": 0}
+        (expected,) = theirs.generate(torch.tensor([prompt]), **options).tolist()
+        assert prompt + tokens == expected
 
 
 class NextToken(nnx.Module):

@@ -156,18 +156,12 @@ BOTH = "expected .*model.safetensors or model.safetensors.index.json, found"
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {WTE: np.zeros((1240, 80))},
-            r"wte.weight \(1240, 80\), expected \(1237, 80\)",
-        ),
+        ({WTE: np.zeros((9, 80))}, r"wte.weight \(9, 80\), expected \(1237, 80\)"),
         ({"adapter.weight": np.zeros(3)}, r"adapter.weight \(3,\), expected none"),
         ({"lm_head.weight": ZEROS}, "lm_head.weight and wte.weight"),
         ({"wte.weight": ZEROS}, "has wte.weight twice"),
         ({WTE: ZEROS.astype(np.int8)}, "has wte.weight as int8; expected"),
-        (
-            lambda x: {WHOLE: {WTE: x[WTE]}},
-            "of 40 tensors, 39 .*: found h.0.* none, exp",
-        ),
+        (lambda x: {WHOLE: {WTE: x[WTE]}}, "of 40 tensors, 39 .*: found h.0.* none"),
         (lambda x: {WHOLE: x, INDEX: "{}"}, f"{BOTH} both"),
         (lambda x: OTHERS, f"{BOTH} neither"),
         (lambda x: {WHOLE: "cut off"}, "model.safetensors can't be read"),

@@ -40,10 +40,8 @@ def test_imports_point_upwards(name):
 @pytest.mark.parametrize("name", TREES)
 def test_module_is_explained(name):
     tree, kinds = TREES[name], ast.FunctionDef | ast.ClassDef
-    bodies = [
-        n.body for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef)
-    ]
-    parts = [n for body in bodies for n in body if isinstance(n, kinds)]
+    wholes = [n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef)]
+    parts = [n for whole in wholes for n in whole.body if isinstance(n, kinds)]
     public = [n for n in parts if n.name[0] != "_"]
     assert [n.name for n in (tree, *public) if not ast.get_docstring(n)] == []
 

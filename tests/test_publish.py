@@ -58,9 +58,7 @@ def test_registry_gets_what_it_wants_and_nothing_else(registry):
     folders = (f"{EXAMPLE}/", f"configs/{NAME}/", f"tests/{NAME}/")
     own = {path for path in written if path.startswith(folders)}
     assert written.keys() - own == {"BUILD.yaml", *THEIRS}
-    assert own > {
-        f"{EXAMPLE}/{path}" for path in ("README.ipynb", "configs/smoke.yaml")
-    }
+    assert {f"{EXAMPLE}/README.ipynb", f"{EXAMPLE}/configs/smoke.yaml"} < own
     assert written[f"tests/{NAME}/tests.sh"][1] & 0o111
     *_, entry = yaml.safe_load((registry / "BUILD.yaml").read_text())
     assert entry.pop("cluster_env").keys() == {"image_uri"}

@@ -82,10 +82,8 @@ with trainkit.token_files.new_folder(config) as folder:
 def test_two_processes_prepare_the_same_folder(tmp_path):
     """At the same time: both succeed, and the files of one of them are there."""
     folder = tmp_path / "new/data"
-    commands = [
-        [sys.executable, "-c", PREPARE, *names, folder] for names in ("ab", "ba")
-    ]
-    both = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    command = [sys.executable, "-c", PREPARE]
+    both = [subprocess.Popen([*command, *x, folder], cwd=ROOT) for x in ("ab", "ba")]
     assert [process.wait(60) for process in both] == [0, 0]
     texts = [path.read_text() for path in folder.iterdir()]
     assert texts in (["a"] * 3, ["b"] * 3)
@@ -264,13 +262,8 @@ def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, monkeypatch):
         return trainkit.token_files.file_digest(path)
 
     for size in (2, 2**8, 2**19):
-        found = [
-            digest(size),
-            digest(size, 0),
-            digest(size, size - 1),
-            digest(size + 1),
-        ]
-        assert len({*found}) == 4 and digest(size) == found[0]
+        found = [digest(size, place) for place in (None, 0, size - 1)]
+        assert len({*found, digest(size + 1)}) == 4 and digest(size) == found[0]
 
 
 def test_each_window_once_an_epoch(
