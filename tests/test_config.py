@@ -270,7 +270,6 @@ def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch
 FILES_OF_OTHERS = [
     ("run_name: [a\n", "line 2"),
     ("seed: 1\nbatch_size: 8\nseed: 2\n", "mine.yaml, line 3: seed is given a second"),
-    ("seed\n", "expected `key: value` lines, found 'seed'"),
     ("- 1\n- 2\n", "expected `key: value` lines, found [1, 2]"),
     ("1: 2\n", "1 (2): no such key"),
     ("dataset: ''\n", "dataset (''): String should have at least 1 character"),
@@ -288,9 +287,3 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, text, words):
         load_config("mine.yaml")
     assert "mine.yaml" in str(error.value) and words in str(error.value)
     assert [*map(str, Path().iterdir())] == ["mine.yaml"]
-
-
-def test_an_empty_file_has_the_defaults(tmp_path):
-    (tmp_path / "mine.yaml").write_text("# nothing yet\n")
-    places = {"data_dir": "/d", "storage_path": "/r", "run_name": "gpt2"}
-    assert load_config(tmp_path / "mine.yaml", **places) == TrainingConfig(**places)
