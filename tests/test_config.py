@@ -49,12 +49,9 @@ def test_defaults_are_nanogpts():
 
 LIMITS = [  # key, values at its limits that are allowed, and those that aren't
     ("grad_clip", [1e-9, 0.5, 1e9], [0.0, -1.0, math.inf, math.nan]),
-    ("cpus_per_worker", [0.01], [0.0, math.inf]),
     ("weight_decay", [0.0, 0.5], [-1e-9, math.inf, math.nan]),
     ("dropout", [0.0, 0.999], [-0.001, 1.0, 1.5]),
-    ("beta1", [0.0, 0.9999], [-0.1, 1.0]),
     ("stall_timeout_s", [0.001, 1e9], [0.0, 1e9 + 0.5, math.inf]),
-    ("text_column", ["t"], ["", None]),
     ("val_fraction", [1e-9, 0.999], [0.0, -0.5, 1.0, 1.5]),
     ("seed", [0, 2**31 - 1], [-1, 2**31]),
     ("max_failures", [-1, 0], [-2]),
@@ -62,19 +59,15 @@ LIMITS = [  # key, values at its limits that are allowed, and those that aren't
     ("num_workers", [1, (1, 2), [2, 2], None], [0, (0, 1), (2, 1), (1,), 1.0, "1"]),
     ("run_name", ["a", "a.b-c", "my_books-1a2b3c", "a" * 128], ["", "..", "-a", ".a"]),
     ("run_name", [], ["/a", "a/b", "bücher", "a [1]", "x*", "q?", "a%20", "a" * 129]),
-    ("block_size", [1, 7], [0, 7.0]),
-    ("vocab_size", [1], [0]),
     ("fsdp", [1, 4], [0, -1, 3, 64]),  # n_embd is 32
     ("learning_rate", [1e-3, 1e-2], [math.inf, math.nan, "6e-4"]),
     ("min_learning_rate", [1e-2], [1.01e-2]),  # learning_rate is 1e-2
     ("decay_steps", [5], [4, 3]),  # warmup_steps is 4
     ("loss_chunks", [1, 16], [3, 17]),  # block_size is 16
-    ("n_head", [1, 32], [3, 64]),
     ("storage_path", ["s3://b", "gs://b/runs", "/r"], ["s3://", "http://b", "s3:///x"]),
     ("storage_path", [], ["", "/tmp/a[1]", "/a/x*y", "s3://b/q?", "s3://b/a]", 3]),
     ("data_dir", ["/d"], ["", "s3://b/data", 3, None]),
     ("topology", [None], ["4x", "four", "4", "0x4"]),
-    ("platform", ["cpu", "gpu"], ["npu"]),
 ]
 CASES = [(key, value, True) for key, good, _ in LIMITS for value in good]
 CASES += [(key, value, False) for key, _, bad in LIMITS for value in bad]
@@ -94,14 +87,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"batchsize": 3}, "batchsize (3): no such key; there are batch_size,"),
     ({"zzz": 1}, "zzz (1): no such key; there are |, vocab_size, "),
     ({"batch_size": "many"}, "batch_size ('many'): Input should be a valid integer"),
-    ({"batch_size": 0}, "batch_size (0): Input should be greater than 0"),
     ({"seed": -1, "beta1": 2.0}, "seed (-1): |beta1 (2.0): |; "),
-    ({"run_name": "bü"}, "run_name ('bü'): String should match pattern '^[A-Za-z0-9]["),
-    ({"n_embd": 130}, "n_head (4): expected a divisor of n_embd (130)"),
-    ({"learning_rate": 3e-5}, "min_learning_rate (0.0001): |learning_rate (3e-05)"),
-    ({"decay_steps": 5}, "decay_steps (5): expected more than warmup_steps (20)"),
-    ({"data_dir": "s3://b/data"}, "data_dir (s3://b/data): expected a folder"),
-    ({"storage_path": "ftp9://x"}, "storage_path (ftp9://x): |s3://bucket/runs"),
     ({"vocab_size": 9}, "vocab_size (9): expected 2048 or more|tokenizer builtin"),
     # Kernels.
     ({"attention": "cudnn"}, "attention (cudnn): |platform gpu, and not cpu"),
@@ -113,27 +99,21 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     # The mesh, and a batch on it.
     ({"batch_size": 7}, "batch_size (7): |2 devices; 6 or 8 would do"),
     ({"batch_size": 3, "num_workers": 8}, "batch_size (3): |8 devices; 8 would do"),
-    ({"batch_size": 10, "num_workers": 4}, "batch_size (10): |8 or 12 would do"),
-    ({"fsdp": 3}, "fsdp (3): expected a divisor of n_embd (128)"),
     ({"fsdp": 4}, "fsdp (4): expected to divide 2 devices with tensor_parallel (1)"),
     ({"tensor_parallel": 4}, "fsdp (1): |2 devices with tensor_parallel (4)"),
-    ({"fsdp": 2, "num_workers": 3, "batch_size": 6}, "fsdp (2): |3 devices"),
     (THIRDS, "tensor_parallel (3): expected a divisor of padded_vocab_size (2048)"),
     ({"tensor_parallel": 8}, "tensor_parallel (8): expected a divisor of n_head (4)"),
     # Elastic ranges, of which Ray may start any number.
     ({"num_workers": [4, 2]}, "num_workers ((4, 2)): |[2, 4]"),
     ({"num_workers": [1, 3], "batch_size": 8}, "num_workers ((1, 3)): |(8)|; 1, 2 do"),
-    ({"num_workers": [8, 16], "batch_size": 480}, "; 8, 10, 12, 15, 16 do"),
     ({"num_workers": [5, 6]}, "batch_size (4): |5 devices; 5 would do"),
     # TPU slices: one of more than eight chips has four in each host.
     ({"topology": "4x4"}, "platform (cpu): expected tpu|topology (4x4)"),
     ({"accelerator_type": "TPU-V6E"}, "platform (cpu): expected tpu|(TPU-V6E)"),
     (V6E | {"devices_per_worker": 8}, "devices_per_worker (8): expected 4,"),
-    (V6E | {"devices_per_worker": 1}, "devices_per_worker (1): expected 4,"),
     (V6E | {"num_workers": 3}, "num_workers (3): expected a multiple of 4|4x4"),
     (V6E | {"num_workers": [4, 6]}, "num_workers ((4, 6)): expected a multiple of 4"),
     (V6E | {"topology": "2x4", "devices_per_worker": 3}, "(3): expected a divisor of"),
-    (V6E | {"topology": "1x1", "devices_per_worker": 8}, "(8): |the 1 chips"),
     (V6E | {"topology": "3x3"}, "topology (3x3): expected one of TPU-V6E|, 4x4,"),
     (V6E | {"topology": None, "num_workers": 2}, "num_workers (2): expected 1, or"),
     (V6E | {"batch_size": 30}, "batch_size (30): |16 devices; 16 or 32 would do"),
@@ -156,16 +136,13 @@ ALLOWED = [  # what is set, workers, and the mesh
     ({"num_workers": 6, "batch_size": 24, "devices_per_worker": 4}, (6, 6), (24, 1, 1)),
     ({"num_workers": 8, "fsdp": 2, "tensor_parallel": 4}, (8, 8), (1, 2, 4)),
     ({"num_workers": [1, 2]}, (1, 2), (2, 1, 1)),
-    (GPU | {"num_workers": None}, (1, 1), (1, 1, 1)),
     (GPU | {"n_embd": 512, "n_head": 2}, (2, 2), (2, 1, 1)),  # heads of 256
     (GPU | {"n_embd": 48, "n_head": 6}, (2, 2), (2, 1, 1)),  # of 8
     (TPU | {"block_size": 1_024}, (1, 1), (1, 1, 1)),
     (V6E, (4, 4), (16, 1, 1)),
     (V6E | {"num_workers": [4, 8]}, (4, 8), (32, 1, 1)),
     (V6E | {"fsdp": 4, "tensor_parallel": 2}, (4, 4), (2, 4, 2)),
-    (V6E | {"num_workers": 8, "fsdp": 16}, (8, 8), (2, 16, 1)),
     (V6E | {"topology": "2x4", "devices_per_worker": 8}, (1, 1), (8, 1, 1)),
-    (V6E | {"topology": "2x4"}, (2, 2), (8, 1, 1)),
     (V6E | {"topology": "1x1", "devices_per_worker": 1}, (1, 1), (1, 1, 1)),
     (V6E | {"topology": "2x2x4", "accelerator_type": "TPU-V4"}, (4, 4), (16, 1, 1)),
     (V6E | {"topology": None, "num_workers": 1}, (1, 1), (4, 1, 1)),
@@ -196,34 +173,22 @@ def test_most_workers_that_share_a_batch(small):
     assert [most(slices, n) for n in (3, 4, 11, 12)] == [None, 4, 4, 12]
 
 
-VOCABULARIES = [  # its size; rows of the table, and a token's type
-    (1, 128, "uint16"),
-    (129, 256, "uint16"),
-    (50_257, 50_304, "uint16"),  # as in nanoGPT's model
-    (65_536, 65_536, "uint16"),
-    (65_537, 65_664, "uint32"),
-]
-
-
-@pytest.mark.parametrize("vocab_size, rows, dtype", VOCABULARIES)
-def test_tokens_and_rows_of_a_vocabulary(vocab_size, rows, dtype):
-    shape = trainkit.config.ShapeConfig(vocab_size=vocab_size)
-    assert (shape.padded_vocab_size, shape.token_dtype) == (rows, dtype)
+def test_tokens_and_rows_of_a_vocabulary():
+    """50,304 as in nanoGPT's model."""
+    small, large = (1, 128, "uint16"), (65_536, 65_536, "uint16")
+    beyond = (65_537, 65_664, "uint32")
+    for vocab_size, rows, dtype in (small, (50_257, 50_304, "uint16"), large, beyond):
+        shape = trainkit.config.ShapeConfig(vocab_size=vocab_size)
+        assert (shape.padded_vocab_size, shape.token_dtype) == (rows, dtype)
 
 
 DIVISIONS = [  # file, what differs, devices, micro-batches, windows in each
     ("gpt2-124m", {"num_workers": 1}, 1, 15, 32),
-    ("gpt2-124m", {"num_workers": 8}, 8, 2, 30),
-    ("gpt2-124m", {"num_workers": 1, "batch_size": 1}, 1, 1, 1),
-    ("gpt2-124m", {"num_workers": 1, "batch_size": 32}, 1, 1, 32),
     ("gpt2-124m", {"num_workers": 1, "batch_size": 33}, 1, 3, 11),  # few, and even
     ("gpt2-124m", {"num_workers": 1, "batch_size": 37}, 1, 37, 1),
     ("gpt2-124m", {"num_workers": 4, "devices_per_worker": 8}, 32, 1, 15),
     ("gpt2-124m-tpu-v6e", {}, 16, 2, 16),
-    ("gpt2-124m-tpu-v6e", {"topology": "8x8"}, 64, 1, 8),
-    ("stories", {"num_workers": 1}, 1, 8, 16),
     ("stories", {"num_workers": (1, 2)}, 2, 4, 16),  # that of the most workers
-    ("stories-tpu-v6e", {"topology": "8x8"}, 64, 1, 2),
 ]
 
 
@@ -236,17 +201,6 @@ def test_batch_follows_the_devices(name, changes, devices, parts, windows):
     assert config.device_windows * math.prod(mesh[:2]) == config.batch_size
 
 
-def test_every_attribute_is_a_field():
-    """One without an annotation could be neither set nor checked."""
-    fields = {field.name for field in dataclasses.fields(TrainingConfig)}
-    for part in TrainingConfig.__mro__[:-1]:
-        for name, value in vars(part).items():
-            tool = name[0] == "_" or callable(value) or isinstance(value, property)
-            assert tool or name in fields
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainingConfig().run_name = "other"
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_file_loads(path):
     config = load_config(path)
@@ -255,26 +209,16 @@ def test_file_loads(path):
     assert re.fullmatch(rf"{path.stem}-[0-9a-f]{{6}}", config.run_name)
 
 
-def test_stories_are_the_same_on_gpus_and_tpus():
-    paths = [ROOT / f"configs/stories{end}.yaml" for end in ("", "-tpu-v6e")]
-    one, other = (dataclasses.asdict(load_config(path)) for path in paths)
-    recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
-    assert all(one[key] == other[key] for key in (*recipe, "max_steps"))
-    assert one["max_steps"] == one["decay_steps"]
-
-
 WEB = "Skylion007-openwebtext"
 PART = "dataset: x/y\ntext_column: t\nmax_documents: 9"
 BUILTIN = "tokenizer: builtin\ndataset: builtin"
 NAMES = [  # a file, what it says, its run, and its data: the same recipe, the same folders
     ("gpt2-124m", "loss_chunks: 2", "gpt2-124m-ad161b", WEB),
     ("a", "max_steps: 7\nfsdp: 2\nscan_layers: true", "a-ad161b", WEB),
-    ("a", "learning_rate: 2.0e-3", "a-725551", WEB),
     ("bücher", PART, "bucher-9403c8", "x-y-9-t"),
     ("Éa [1]", BUILTIN, "Ea-1-944b3b", "builtin-builtin"),
     ("a", "dataset: x/y\ndataset_config: de.1", "a-24b7b9", "x-y-de.1"),
     ("书", "", "run-ad161b", WEB),
-    ("a*b?c", "", "a-b-c-ad161b", WEB),
     ("..x", "", "x-ad161b", WEB),
     ("v1.5_b", "run_name: mine", "mine", WEB),
 ]
@@ -292,13 +236,15 @@ def test_names_of_a_run_and_its_data(tmp_path, monkeypatch, stem, text, run, dat
 
 PLACES = [  # a key, its value, and where that is, from a folder that workers don't share
     ("data_dir", "data", "HERE/data"),
-    ("data_dir", "$BOOKS/data", "/books/data"),
-    ("storage_path", "runs", "HERE/runs"),
     ("storage_path", "~/runs", "/home/me/runs"),
     ("storage_path", "s3://a/b", "s3://a/b"),
     ("dataset", "$BOOKS/*.txt", "/books/*.txt"),
     ("dataset", "my/*.txt", "my/*.txt"),
-    ("dataset", "roneneldan/TinyStories", "roneneldan/TinyStories"),
+    # A folder that is here comes before a name on the hub, but not before our own words.
+    ("tokenizer", "mine", "HERE/mine"),
+    ("init_from", "a/b", "a/b"),
+    ("tokenizer", "gpt2", "gpt2"),
+    ("init_from", "scratch", "scratch"),
 ]
 
 
@@ -307,22 +253,10 @@ def test_places_mean_the_same_to_workers(tmp_path, monkeypatch, key, value, expe
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("BOOKS", "/books")
-    Path("mine.yaml").write_text(f"{key}: {value}\n")
-    expected = expected.replace("HERE", str(tmp_path))
-    for config in (load_config("mine.yaml"), TrainingConfig(**{key: value})):
-        assert getattr(config, key) == expected
-
-
-def test_a_folder_that_is_here_comes_before_a_name_on_the_hub(tmp_path, monkeypatch):
-    """But not before our own words."""
-    monkeypatch.chdir(tmp_path)
     for name in ("mine", "gpt2", "scratch"):
         Path(name).mkdir()
-    for given, expected in (("mine", f"{tmp_path}/mine"), ("a/b", "a/b")):
-        config = TrainingConfig(tokenizer=given, init_from=given)
-        assert config.tokenizer == config.init_from == expected
-    config = TrainingConfig(tokenizer="gpt2", init_from="scratch")
-    assert (config.tokenizer, config.init_from) == ("gpt2", "scratch")
+    found = getattr(TrainingConfig(**{key: value}), key)
+    assert found == expected.replace("HERE", str(tmp_path))
 
 
 def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch):
@@ -336,13 +270,8 @@ def test_storage_where_the_notebook_lies_cannot_be_written(tmp_path, monkeypatch
 FILES_OF_OTHERS = [
     ("run_name: [a\n", "line 2"),
     ("seed: 1\nbatch_size: 8\nseed: 2\n", "mine.yaml, line 3: seed is given a second"),
-    ("\tseed: 1\n", "line 1"),
-    ("seed\n", "expected `key: value` lines, found 'seed'"),
     ("- 1\n- 2\n", "expected `key: value` lines, found [1, 2]"),
     ("1: 2\n", "1 (2): no such key"),
-    ("init_from: 5\n", "init_from (5): Input should be a valid string"),
-    ("tokenizer:\n", "tokenizer (None): Input should be a valid string"),
-    ("data_dir:\n", "data_dir (None): Input should be a valid string"),
     ("dataset: ''\n", "dataset (''): String should have at least 1 character"),
     (b"seed: \xff\xfe\n", "position 6"),
     ("run_name: !!python/object/apply:os.system ['touch proof']\n", "line 1"),
@@ -358,13 +287,3 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, text, words):
         load_config("mine.yaml")
     assert "mine.yaml" in str(error.value) and words in str(error.value)
     assert [*map(str, Path().iterdir())] == ["mine.yaml"]
-
-
-def test_an_empty_file_has_the_defaults(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("# nothing yet\n")
-    assert dataclasses.replace(
-        load_config(path), run_name="gpt2", data_dir="/d", storage_path="/r"
-    ) == TrainingConfig(data_dir="/d", storage_path="/r")
-    with pytest.raises(FileNotFoundError, match="other.yaml"):
-        load_config(tmp_path / "other.yaml")

@@ -17,17 +17,15 @@ from trainkit.generate import generate, generate_tokens, sample_token
 
 def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
     """With a cache, which theirs has as well; also if the layers are scanned to train."""
-    theirs = make_peer(ODD | {"block_size": 96}, tmp_path)
+    theirs = make_peer(ODD | {"block_size": 48}, tmp_path)
     model = ours(tutorial, small, tmp_path, scan_layers=True)
     prompts = [[1, 2, 3], [500], [7, 8, 9, 10, 11, 1000, 1001]]
-    found = generate_tokens(
-        model, prompts, 64, temperature=0.0, end_of_text=ODD["vocab_size"] - 1
-    )
+    end = ODD["vocab_size"] - 1
+    found = generate_tokens(model, prompts, 32, temperature=0.0, end_of_text=end)
     for prompt, tokens in zip(prompts, found):
-        expected = theirs.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
-        )[0, len(prompt) :]
-        assert tokens == expected.tolist()
+        options = {"do_sample": False, "max_new_tokens": 32, "pad_token_id": 0}
+        (expected,) = theirs.generate(torch.tensor([prompt]), **options).tolist()
+        assert prompt + tokens == expected
 
 
 class NextToken(nnx.Module):
@@ -83,19 +81,10 @@ def test_defaults():
     assert found == generate_tokens(model, [[1]], 64, 0.8, 50, 0, None)
     assert found != generate_tokens(model, [[1]], 64, 0.8, 50, 1, None)
     # Any token can come in a freer choice, but none beyond the vocabulary.
-    assert set(generate_tokens(model, [[1]], temperature=1e6)[0]) == set(range(11))
-    assert trainkit.generate.decode._cache_size() == 1
-
-
-def test_draws_differ_from_place_to_place_and_from_row_to_row():
-    """Each step goes on by 1 or 2."""
-    options = {"max_new_tokens": 60, "temperature": 2.0, "top_k": 2}
-    rows = generate_tokens(NextToken(block_size=64), [[0]] * 8, **options)
-    steps = np.diff(rows) % 11
-    assert set(np.unique(steps)) == {1, 2}
-    assert len(set(map(tuple, steps.tolist()))) == 8
-    # exp(4 / 2) against exp(3 / 2): of 472 steps, 62.2 % by 1, give or take four sigmas
-    assert (steps == 1).mean() == pytest.approx(0.622, abs=0.09)
+    rows = generate_tokens(model, [[1]] * 8, temperature=1e6)
+    assert {*sum(rows, [])} == {*range(11)} and len({*map(tuple, rows)}) == 8
+    assert len({*np.diff(rows[0]) % 11}) > 5  # draws differ from place to place
+    assert trainkit.generate.decode._cache_size() == 2
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -112,38 +101,28 @@ def test_draws_have_the_probabilities_of_a_softmax(temperature):
 
 
 def test_no_temperature_takes_the_likeliest_and_the_first_of_equals():
-    logits = jax.random.normal(jax.random.key(0), (500, 7))
-    for temperature, top_k in ((0, 7), (0.0, 3), (1e-9, 5), (1.0, 1)):
-        found = sample_token(logits, temperature, jax.random.key(1), top_k)
-        np.testing.assert_array_equal(found, np.argmax(logits, axis=-1))
-    equal = jnp.array([[1.0, 3.0, 3.0, 3.0]] * 100)
-    assert (sample_token(equal, 0.0, jax.random.key(0), 4) == 1).all()
+    logits = jax.random.normal(jax.random.key(0), (500, 7)).at[0].set(3.0)
+    for temperature in (0, 1e-9):
+        found = sample_token(logits, temperature, jax.random.key(1), 5)
+        np.testing.assert_array_equal(found[1:], np.argmax(logits[1:], axis=-1))
+        assert temperature or found[0] == 0
 
 
 def test_text_ends_before_the_end_of_text(monkeypatch):
-    """The token itself is no part of the text, and the prompt's own tokens are."""
+    """And begins as the prompt does."""
 
-    class Letters:
+    class Letters:  # as in SentencePiece, a text's first word has no space before it
         n_vocab, eot_token = 11, 10
 
         def encode_ordinary(self, text):
             return [ord(letter) - ord("a") for letter in text]
 
         def decode(self, ids):
-            return "".join(chr(ord("a") + i) for i in ids)
-
-    class Words(Letters):
-        """As in a tokenizer of SentencePiece, a text's first word has no space before it."""
-
-        def decode(self, ids):
-            return " ".join(super(Words, self).decode([i]) for i in ids)
+            return " ".join(chr(ord("a") + i) for i in ids)
 
     monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Letters())
     write = partial(generate, NextToken(tokenizer="letters"), temperature=0)
-    assert write(["ef", "a"], max_new_tokens=4) == ["efghij", "abcde"]
-    assert write(["ab", "i"], max_new_tokens=6) == ["abcdefgh", "ij"]
-    monkeypatch.setattr(trainkit.generate.tokenizers, "load", lambda name: Words())
-    assert write(["e"], max_new_tokens=2) == ["e f g"]
+    assert write(["e", "b"], max_new_tokens=6) == ["e f g h i j", "b c d e f g h"]
 
 
 def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):

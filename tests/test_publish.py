@@ -48,19 +48,8 @@ def registry(tmp_path_factory):
         (folder / name).write_text("theirs")
     (folder / "BUILD.yaml").write_text(BUILD)
     publish.publish(folder, SOURCE)
+    (folder / EXAMPLE / "python_depset.lock").write_text("made there\n")
     return folder
-
-
-@pytest.fixture
-def page(registry) -> str:
-    """The published page."""
-    return (registry / EXAMPLE / "README.md").read_text()
-
-
-def cell_with(notebook: Path, what: str) -> nbformat.NotebookNode:
-    cells = nbformat.read(notebook, as_version=4).cells
-    (cell,) = [cell for cell in cells if what in cell.source]
-    return cell
 
 
 def test_registry_gets_what_it_wants_and_nothing_else(registry):
@@ -69,10 +58,18 @@ def test_registry_gets_what_it_wants_and_nothing_else(registry):
     folders = (f"{EXAMPLE}/", f"configs/{NAME}/", f"tests/{NAME}/")
     own = {path for path in written if path.startswith(folders)}
     assert written.keys() - own == {"BUILD.yaml", *THEIRS}
-    in_example = ("README.ipynb", "README.md", "requirements.txt")
-    in_example += ("configs/smoke.yaml", "trainkit/config.py")
-    assert own > {f"{EXAMPLE}/{path}" for path in in_example}
+    assert {f"{EXAMPLE}/README.ipynb", f"{EXAMPLE}/configs/smoke.yaml"} < own
     assert written[f"tests/{NAME}/tests.sh"][1] & 0o111
+    *_, entry = yaml.safe_load((registry / "BUILD.yaml").read_text())
+    assert entry.pop("cluster_env").keys() == {"image_uri"}
+    clouds = {"AWS": f"configs/{NAME}/aws.yaml", "GCP": f"configs/{NAME}/gce.yaml"}
+    test = {"command": "bash tests.sh", "tests_path": f"tests/{NAME}/"}
+    test["timeout_in_sec"] = 1800  # the registry's aim
+    expected = {"name": NAME, "owner_team": "ray-train", "dir": EXAMPLE}
+    assert entry == expected | {"compute_config": clouds, "test": test}
+    for file in clouds.values():
+        ours = ROOT / "configs/compute" / Path(file).name
+        assert written[file][0] == ours.read_bytes()
 
 
 def test_hooks_of_the_registry_have_nothing_to_change(registry, tmp_path):
@@ -91,36 +88,14 @@ def test_hooks_of_the_registry_have_nothing_to_change(registry, tmp_path):
 
 def test_entry_is_added_and_replaced_and_others_keep_their_bytes(registry):
     text = (registry / "BUILD.yaml").read_text()
-    assert text.startswith(BUILD + "\n- name: gpt2-jaxtrainer\n")
     entry = text.removeprefix(BUILD + "\n")
+    assert entry.startswith("- name: gpt2-jaxtrainer\n")
     old = "- name: gpt2-jaxtrainer\n  dir: old # ours\n\n  test: {a: 1}\n"
-    between = BUILD.replace(
-        "# owner: @somebody", f"# owner: @us\n{old}\n# owner: @some"
-    )
-    replaced = publish.with_entry(between, entry)
-    assert replaced == between.replace(old, entry)
+    between = BUILD.replace("# owner: @somebody", f"{old}\n# owner: @some")
+    assert publish.with_entry(between, entry) == between.replace(old, entry)
     assert publish.with_entry(text, entry) == text
-    for end in ("", "\n", "\n\n"):
-        added = publish.with_entry(BUILD.rstrip() + end, entry)
-        assert added == f"{BUILD}\n{entry}"
-
-
-def test_entry_follows_the_registry_rules(registry):
-    *_, entry = yaml.safe_load((registry / "BUILD.yaml").read_text())
-    assert entry.pop("cluster_env").keys() == {"image_uri"}
-    clouds = {"AWS": f"configs/{NAME}/aws.yaml", "GCP": f"configs/{NAME}/gce.yaml"}
-    test = {"command": "bash tests.sh", "tests_path": f"tests/{NAME}/"}
-    test["timeout_in_sec"] = 1800  # the registry's aim
-    assert entry == {
-        "name": NAME,
-        "owner_team": "ray-train",
-        "dir": EXAMPLE,
-        "compute_config": clouds,
-        "test": test,
-    }
-    for file in clouds.values():
-        ours = ROOT / "configs/compute" / Path(file).name
-        assert (registry / file).read_bytes() == ours.read_bytes()
+    for end in ("", "\n\n"):
+        assert publish.with_entry(BUILD.rstrip() + end, entry) == text
 
 
 def test_registry_s_test_trains_on_the_gpus_for_a_few_steps(registry):
@@ -130,9 +105,8 @@ def test_registry_s_test_trains_on_the_gpus_for_a_few_steps(registry):
     folder = registry / EXAMPLE
     subprocess.run(["bash", "-euc", lines], cwd=folder, check=True)
     path = folder / re.search(r"GPT2_CONFIG=(\S+)", script)[1]
-    few, whole = map(
-        trainkit.config.load_config, (path, folder / "configs/stories.yaml")
-    )
+    whole = trainkit.config.load_config(folder / "configs/stories.yaml")
+    few = trainkit.config.load_config(path)
     path.unlink()
     assert few.platform == "gpu" and few.max_steps <= 100 < whole.max_steps
     assert few.eval_interval < few.max_steps and few.val_fraction > whole.val_fraction
@@ -153,8 +127,9 @@ def test_every_address_is_absolute_and_leads_to_a_file(registry):
         assert [path for path in paths if not (registry / path).exists()] == []
 
 
-def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry, page):
+def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry):
     """And has nothing of what only is here."""
+    page = (registry / EXAMPLE / "README.md").read_text()
     title, badges, *_ = page.split("\n\n")
     assert title.startswith("# ") and badges.count("[![") == 2
     assert f"template-preview/{NAME}" in badges
@@ -163,7 +138,6 @@ def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry, p
     assert "ci/" not in re.sub(r"https://\S+", "", page)
     for name in re.findall(r"\b(?:requirements|configs/)[\w/-]*\.(?:txt|yaml)", page):
         assert (registry / EXAMPLE / name).is_file() or not (ROOT / name).is_file()
-    nbformat.validate(nbformat.read(registry / EXAMPLE / "README.ipynb", as_version=4))
     last = json.loads(render_readme.OUTPUTS.read_text())
     texts = [text for cell in last["cells"].values() if (text := cell.get("text"))]
     assert page.count(f"*Output on two CPU cores, {last['date']}:*") == len(texts) > 5
@@ -171,10 +145,12 @@ def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry, p
 
 
 def test_workers_get_the_package_and_the_requirements(registry):
-    source = cell_with(registry / EXAMPLE / "README.ipynb", "ray.init(").source
+    notebook = nbformat.read(registry / EXAMPLE / "README.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    (init,) = [c.source for c in notebook.cells if "ray.init(" in c.source]
     given = 'runtime_env={"pip": "requirements.txt", "py_modules": ["trainkit"], '
-    assert given in source
-    install = cell_with(registry / EXAMPLE / "README.ipynb", publish.INSTALL)
+    assert given in init
+    (install,) = [c for c in notebook.cells if publish.INSTALL in c.source]
     assert install.metadata.tags == ["aside"]  # a job's script leaves it out
     pins = (registry / EXAMPLE / "requirements.txt").read_text().splitlines()[1:]
     ours = (ROOT / "requirements-gpu.txt").read_text().splitlines()[1:]
@@ -183,25 +159,23 @@ def test_workers_get_the_package_and_the_requirements(registry):
 
 RAW = "https://raw.githubusercontent.com/me/us/main/images/loss.png"
 US = "https://github.com/me/us"
+LICENSE = f"{US}/blob/main/LICENSE"
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
         ("[a](docs/guide.md#x)", "[a](https://github.com/o/r/blob/main/t/guide.md#x)"),
-        ("[`c`](LICENSE)", f"[`c`]({US}/blob/main/LICENSE)"),
+        ("[`c`](LICENSE)", f"[`c`]({LICENSE})"),
         ("[d](trainkit)", f"[d]({US}/tree/main/trainkit)"),
         ("![e](images/loss.png 'f')", f"![e]({RAW} 'f')"),
         ('<img width=9 src="images/loss.png">', f'<img width=9 src="{RAW}">'),
-        (
-            "[![g](images/loss.png)](LICENSE)",
-            f"[![g]({RAW})]({US}/blob/main/LICENSE)",
-        ),
-        ("[h]: LICENSE", f"[h]: {US}/blob/main/LICENSE"),
+        ("[![g](images/loss.png)](LICENSE)", f"[![g]({RAW})]({LICENSE})"),
+        ("[h]: LICENSE", f"[h]: {LICENSE}"),
         ("[i](#here) [j](https://k.l/m) [n](mailto:o@p.q)", None),
         ("`[r](LICENSE)` and ``[s](`LICENSE)``", None),
         ("```\n[t](LICENSE)\n```\n~~~\n[u](LICENSE)\n~~~", None),
-        ("```\nv\n```\n[w](LICENSE)", f"```\nv\n```\n[w]({US}/blob/main/LICENSE)"),
+        ("```\nv\n```\n[w](LICENSE)", f"```\nv\n```\n[w]({LICENSE})"),
     ],
 )
 def test_address(text, expected):
@@ -209,27 +183,17 @@ def test_address(text, expected):
     assert addresses.rewrite("README.md", text) == (expected or text)
 
 
-def test_link_to_nothing_is_refused():
-    addresses = Addresses({}, "https://github.com/o/r", SOURCE)
-    for text in ("[a](no/file.md)", "[a](../../outside)"):
-        with pytest.raises(SystemExit, match="docs/guide.md names .*, which isn't"):
-            addresses.rewrite("docs/guide.md", text)
-
-
 def test_what_is_wrong_is_named_and_nothing_is_written(registry, tmp_path):
+    for text in ("[a](no/file.md)", "[a](../..)"):
+        with pytest.raises(SystemExit, match="docs/guide.md names .*, which isn't"):
+            Addresses({}, US, SOURCE).rewrite("docs/guide.md", text)
     before = snapshot(registry)
     with pytest.raises(SystemExit, match="it has no BUILD.yaml"):
         publish.publish(tmp_path, SOURCE)
     with pytest.raises(SystemExit, match="--source http://x"):
         publish.publish(registry, "http://x")
-    assert snapshot(registry) == before and not [*tmp_path.iterdir()]
-
-
-def test_second_run_only_removes_old_files_of_ours(registry):
-    lock = registry / EXAMPLE / "python_depset.lock"
-    lock.write_text("made there")
-    before = snapshot(registry)
+    assert not [*tmp_path.iterdir()]
+    # A second time, old files of ours go, and a lock that was made there stays.
     (registry / EXAMPLE / "trainkit/old.py").touch()
     assert publish.publish(registry, SOURCE) == [f"{EXAMPLE}/trainkit/old.py (removed)"]
     assert snapshot(registry) == before
-    lock.unlink()

@@ -1,41 +1,40 @@
-"""Token files: their folder, what is refused, and the order of their windows."""
+"""Step 2: the folder of token files, what is refused, and the order of their windows."""
 
 import dataclasses
 import gzip
 import hashlib
-import json
 import os
 import subprocess
 import sys
-from functools import partial
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray.data
 from conftest import ROOT
-from samples import shuffled_in_plain_integers
+from samples import shuffled_in_plain_integers, without_a_cluster
 
+import trainkit.sharding
 import trainkit.token_files
 import trainkit.tokenizers
 
 
-@pytest.mark.parametrize("files", [["train.bin"], ["val.bin", "notes"], ["manifest"]])
-def test_other_files_are_left_alone(small, files):
+def test_other_files_are_left_alone(small, monkeypatch):
+    """And a mounted disk, which the finished folder couldn't replace."""
     config = small()
+    folder = Path(config.data_dir)
     assert not trainkit.token_files.are_there(config)
-    Path(config.data_dir).mkdir()
+    folder.mkdir()
     assert not trainkit.token_files.are_there(config)
-    for file in files:
-        (Path(config.data_dir) / file).touch()
-    with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
-        trainkit.token_files.are_there(config)
-
-
-def test_a_mounted_disk_is_refused(small, monkeypatch):
-    """It couldn't be replaced by the finished folder."""
+    for file in ("train.bin", "notes"):
+        (folder / file).touch()
+        with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
+            trainkit.token_files.are_there(config)
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
     with pytest.raises(ValueError, match="mounted disk; choose a folder in it"):
-        trainkit.token_files.are_there(small())
+        trainkit.token_files.are_there(small(data_dir=f"{folder}/new"))
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -68,74 +67,62 @@ def test_a_folder_appears_whole_or_not_at_all(small, tmp_path, error):
 
 
 PREPARE = """
-import json, pathlib, sys, time
-import trainkit.config, trainkit.token_files
-me, other, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-config = trainkit.config.TrainingConfig(**settings)
+import sys, time, trainkit.config, trainkit.token_files
+me, other, data_dir = sys.argv[1:]
+config = trainkit.config.TrainingConfig(data_dir=data_dir)
 with trainkit.token_files.new_folder(config) as folder:
-    (folder / "train.bin").write_bytes(me.encode())
-    (pathlib.Path(config.data_dir).parent / me).touch()
-    while not (pathlib.Path(config.data_dir).parent / other).exists():
+    (folder.parent / me).touch()
+    while not (folder.parent / other).exists():
         time.sleep(0.02)
-    (folder / "val.bin").write_bytes(me.encode())
-    (folder / "manifest.json").write_text(json.dumps({"by": me}))
+    for name in ("train.bin", "val.bin", "manifest.json"):
+        (folder / name).write_text(me)
 """
 
 
-def test_two_processes_prepare_the_same_folder(small):
+def test_two_processes_prepare_the_same_folder(tmp_path):
     """At the same time: both succeed, and the files of one of them are there."""
-    config = small()
-    settings = json.dumps(dataclasses.asdict(config))
-    Path(config.data_dir).parent.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "new/data"
     command = [sys.executable, "-c", PREPARE]
-    both = [
-        subprocess.Popen([*command, *names, settings], cwd=ROOT)
-        for names in (("a", "b"), ("b", "a"))
-    ]
+    both = [subprocess.Popen([*command, *x, folder], cwd=ROOT) for x in ("ab", "ba")]
     assert [process.wait(60) for process in both] == [0, 0]
-    folder = Path(config.data_dir)
-    by = json.loads((folder / "manifest.json").read_text())["by"]
-    assert {(folder / f"{k}.bin").read_text() for k in ("train", "val")} == {by}
+    texts = [path.read_text() for path in folder.iterdir()]
+    assert texts in (["a"] * 3, ["b"] * 3)
     assert not [*folder.parent.glob("*.partial*")]
 
 
-def llm_c(ids, magic=20240520) -> bytes:
-    return (
-        np.array([magic, 1, len(ids), *[0] * 253], np.int32).tobytes() + ids.tobytes()
-    )
+def header(magic: int) -> bytes:
+    return np.array([magic, 1, 4_000, *[0] * 253], np.int32).tobytes()
+
+
+IDS = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
+BARE = IDS.tobytes()
 
 
 @pytest.mark.parametrize(
-    "encode, words",
+    "data, words",
     [
-        (lambda ids: ids.astype(np.uint32).tobytes(), "four or more bytes a token"),
-        (lambda ids: (ids + np.uint32(2**16)).tobytes(), "four or more bytes a token"),
-        (lambda ids: ids.astype(np.int64).tobytes(), "four or more bytes a token"),
-        (llm_c, "llm.c's: leave out its first 1,024 bytes"),
-        (partial(llm_c, magic=20240801), "llm.c's: leave out its first 1,024 bytes"),
-        (lambda ids: b"\x93NUMPY\x01\0v\0" + ids.tobytes(), "numpy.save: write the a"),
-        (lambda ids: b"PK\x03\x04" + ids.tobytes(), "an archive of zip"),
-        (lambda ids: gzip.compress(ids.tobytes()), "an archive of zip or gzip"),
-        (lambda ids: b"A text, and more of it.\n" * 99, "text: set dataset to it"),
+        (IDS.astype(np.uint32).tobytes(), "four or more bytes a token"),
+        ((IDS + np.uint32(2**16)).tobytes(), "four or more bytes a token"),
+        (header(20240520) + BARE, "llm.c's: leave out its first 1,024 bytes"),
+        (header(20240801) + BARE, "llm.c's"),
+        (b"\x93NUMPY\x01\0v\0" + BARE, "numpy.save: write the a"),
+        (b"PK\x03\x04" + BARE, "an archive of zip"),
+        (gzip.compress(BARE), "an archive of zip or gzip"),
+        (b"A text, and more of it.\n" * 99, "text: set dataset to it"),
+        ("meta.pkl", "tokens of another program, which left meta.pkl"),  # nanoGPT's
+        ("train.idx", "tokens of another program"),  # Megatron's
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_formats_are_told_apart(small, write_bins, encode, words):
+def test_other_formats_are_told_apart(small, write_bins, data, words):
     config = write_bins(small(vocab_size=50_257))
     trainkit.token_files.check(config)
-    ids = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
-    path = trainkit.token_files.path_of(config, "val")
-    data = encode(ids)
-    path.write_bytes(data + b"\n" * (len(data) % 2))
-    with pytest.raises(ValueError, match=f"{path}: expected .*uint16.*{words}"):
-        trainkit.token_files.check(config)
-
-
-@pytest.mark.parametrize("other", ["meta.pkl", "train.idx"])
-def test_tokens_of_another_program_are_refused(small, write_bins, other):
-    """As nanoGPT's of characters, and Megatron's."""
-    config = write_bins(small())
-    (Path(config.data_dir) / other).touch()
-    with pytest.raises(ValueError, match=f"another program, which left {other} beside"):
+    path = Path(config.data_dir) / "val.bin"
+    if isinstance(data, str):
+        (path.with_name(data)).touch()
+    else:
+        path.write_bytes(data + b"\n" * (len(data) % 2))
+    with pytest.raises(ValueError, match=f"bin: expected .*uint16.*{words}"):
         trainkit.token_files.check(config)
 
 
@@ -143,19 +130,14 @@ def test_characters_are_no_tokens_of_gpt2(small, write_bins):
     """65 of them, even without their meta.pkl; tokens of one's own may be as few."""
     letters = write_bins(small(vocab_size=65))
     assert trainkit.token_files.check(letters)["tokens"] == {"train": 2001, "val": 401}
-    with pytest.raises(
-        ValueError, match="ids up to 64, but vocab_size is 50257.*charac"
-    ):
+    with pytest.raises(ValueError, match="ids up to 64, but vocab_size is 50257"):
         trainkit.token_files.check(dataclasses.replace(letters, vocab_size=50_257))
 
 
-def test_what_tokens_are_taken_for_is_said(small, capsys, monkeypatch):
-    config = small(vocab_size=50_257, eval_steps=1, batch_size=1)
-    Path(config.data_dir).mkdir()
-    for split in ("train", "val"):
-        ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 50)
-        path = trainkit.token_files.path_of(config, split)
-        np.array([*ids, 50_256], np.uint16).tofile(path)
+def test_what_tokens_are_taken_for_is_said(small, write_bins, capsys, monkeypatch):
+    config = write_bins(small(vocab_size=50_257))
+    ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 99)
+    np.array(ids, np.uint16).tofile(trainkit.token_files.path_of(config, "val"))
     assert "already in" in trainkit.token_files.check(config)["source"]
     said = capsys.readouterr().out
     assert "no manifest" in said and "gpt2; the last file begins with 'Some w" in said
@@ -167,9 +149,7 @@ def test_what_tokens_are_taken_for_is_said(small, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "split, tokens, words",
     [
-        ("train", None, "train.bin"),
-        ("train", b"", "train.bin has 0 bytes"),
-        ("train", b"123", "train.bin has 3 bytes"),
+        ("train", [], "train.bin has 0 bytes"),
         ("train", [1] * 16, "has 32 bytes; expected 2 for each .*than block_size .16"),
         ("val", [600] * 400, "val.bin may hold token ids up to 600.*vocab_size is 521"),
         ("train", [521] * 400, "train.bin may hold token ids up to 521"),
@@ -180,12 +160,11 @@ def test_unusable_files(small, write_bins, split, tokens, words):
     config = write_bins(small(), val_tokens=129)  # 8 windows
     trainkit.token_files.check(config)
     path = trainkit.token_files.path_of(config, split)
-    if tokens is None:
-        path.unlink()
-    else:
-        raw = isinstance(tokens, bytes)
-        path.write_bytes(tokens if raw else np.array(tokens, np.uint16).tobytes())
-    with pytest.raises((FileNotFoundError, ValueError), match=words):
+    np.array(tokens, np.uint16).tofile(path)
+    with pytest.raises(ValueError, match=words):
+        trainkit.token_files.check(config)
+    path.write_bytes(bytes(999))
+    with pytest.raises(ValueError, match="has 999 bytes; expected 2 for each token"):
         trainkit.token_files.check(config)
 
 
@@ -198,27 +177,23 @@ def test_own_files_need_not_be_read_to_be_checked(small, write_bins):
         trainkit.token_files.check(dataclasses.replace(config, vocab_size=50_256))
 
 
-@pytest.mark.parametrize(
-    "tokens, windows", [(17, 1), (32, 1), (33, 2), (48, 2), (49, 3), (50, 3)]
-)
-def test_a_window_needs_a_token_after_its_last(small, tokens, windows):
-    """Of 16 tokens and the one that follows: 48 tokens are two windows, and 49 three."""
-    config = small(eval_steps=1, batch_size=1)
-    folder = Path(config.data_dir)
-    folder.mkdir(parents=True)
-    for split in ("train", "val"):
-        np.arange(100, 100 + tokens, dtype=np.uint16).tofile(folder / f"{split}.bin")
+@pytest.mark.parametrize("tokens, windows", [(17, 1), (32, 1), (33, 2), (48, 2)])
+def test_a_window_needs_a_token_after_its_last(small, write_bins, tokens, windows):
+    """Of 16 tokens and the one that follows: 32 tokens are a window, and 33 two."""
+    config = write_bins(small(eval_steps=1, batch_size=1), tokens, tokens)
     assert trainkit.token_files.count_windows(config, "val") == windows
     trainkit.token_files.check(config)
-    last = trainkit.token_files.read(config, "val", np.array([windows - 1, 0]))
-    assert last[:, 0].tolist() == [84 + 16 * windows, 100]
-    assert last[0].tolist() == list(range(84 + 16 * windows, 101 + 16 * windows))
+    whole = trainkit.token_files.open_tokens(config, "val")
+    found = trainkit.token_files.read(config, "val", np.array([windows - 1, 0]))
+    start = 16 * (windows - 1)
+    np.testing.assert_array_equal(found, [whole[start : start + 17], whole[:17]])
+    with pytest.raises(OSError, match=f"val.bin ended.* in window {windows}"):
+        trainkit.token_files.read(config, "val", np.array([0, windows]))
 
 
 @pytest.mark.parametrize(
     "text, found",
     [
-        ("", "JSONDecodeError"),
         ('{"source": ', "JSONDecodeError"),
         ("[]", "TypeError"),
         ('{"tokens": {}}', "KeyError"),
@@ -233,14 +208,6 @@ def test_what_is_damaged_is_named(small, write_bins, text, found):
         trainkit.token_files.read_manifest(folder)
 
 
-def test_a_file_that_ends_too_soon(small, write_bins):
-    config = write_bins(small())
-    last = trainkit.token_files.count_windows(config, "train")
-    assert trainkit.token_files.read(config, "train", np.array([0, last - 1])).any()
-    with pytest.raises(OSError, match=f"train.bin ended.* in window {last}"):
-        trainkit.token_files.read(config, "train", np.array([0, last]))
-
-
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 1_025, 8_823_810])
 def test_order_of_windows_never_changes(size):
     """It is a permutation; runs that began with an older version go on in the same order."""
@@ -253,28 +220,9 @@ def test_order_of_windows_never_changes(size):
         assert len({*expected}) == len(index) and max(expected) < size
 
 
-@pytest.mark.parametrize("first_step, at_once", [(0, 8), (7, 8), (0, 9), (19, 1)])
-def test_lists_of_windows_are_the_steps_of_a_run(
-    small, monkeypatch, first_step, at_once, write_bins
-):
-    config = write_bins(small())  # 20 steps of 4 windows
-    monkeypatch.setattr(trainkit.token_files, "WINDOWS_IN_RANGE", at_once)
-    steps = range(first_step, config.max_steps)
-    found = list(trainkit.token_files.window_numbers(config, "train", steps))
-    expected = trainkit.token_files.windows_of(config, "train", steps)
-    np.testing.assert_array_equal(np.concatenate(sum(found, [])), expected)
-    assert all(sum(map(len, part)) * config.batch_size < at_once + 4 for part in found)
-
-
 @pytest.mark.parametrize(
     "rows, steps, sizes",
-    [
-        (4, 3, [3]),
-        (4, 256, [128, 128]),
-        (512, 3, [1] * 3),
-        (600, 2, [1] * 2),
-        (1, 513, [512, 1]),
-    ],
+    [(4, 256, [128, 128]), (600, 2, [1, 1]), (1, 513, [512, 1])],
 )
 def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
     """Of 512 windows, or of one step, if it has more."""
@@ -292,20 +240,20 @@ def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
     assert first.shape == (274, 2) and first.dtype == np.int64
     expected = trainkit.token_files.windows_of(config, "train", range(281, 555))
     np.testing.assert_array_equal(second, expected[:, rows])
+    val = trainkit.token_files.windows_of(config, "val", range(1))[0]
+    np.testing.assert_array_equal(val, np.arange(480) % 25)  # not shuffled
 
 
-def test_the_digest_of_a_file_is_that_of_earlier_runs(tmp_path):
+def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, monkeypatch):
     """Manifests keep it: BLAKE2b, 8 bytes, of the size in decimal and the contents."""
-    (tmp_path / "a").write_bytes(b"abc")
-    expected = hashlib.blake2b(b"3abc", digest_size=8).hexdigest()
-    assert trainkit.token_files.file_digest(tmp_path / "a") == expected
-
-
-@pytest.mark.parametrize("size", [0, 1, 2**16, 2**27])
-def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
     path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    expected = hashlib.blake2b(b"3abc", digest_size=8).hexdigest()
+    assert trainkit.token_files.file_digest(path) == expected
 
-    def digest(place=None, size=size):
+    monkeypatch.setattr(trainkit.token_files, "SAMPLE", 2**8)
+
+    def digest(size, place=None):
         with path.open("wb") as file:
             file.truncate(size)
             if place is not None:
@@ -313,6 +261,66 @@ def test_digest_sees_the_beginning_the_end_and_the_size(tmp_path, size):
                 file.write(b"x")
         return trainkit.token_files.file_digest(path)
 
-    places = {0, size - 1} if size else set()
-    digests = [digest(), digest(size=size + 1), *map(digest, sorted(places))]
-    assert len(set(digests)) == len(digests) and digest() == digests[0]
+    for size in (2, 2**8, 2**19):
+        found = [digest(size, place) for place in (None, 0, size - 1)]
+        assert len({*found, digest(size + 1)}) == 4 and digest(size) == found[0]
+
+
+def test_each_window_once_an_epoch(
+    tutorial, cluster, small, write_bins, tmp_path, monkeypatch
+):
+    """In order though the first part comes last, in a process that has set nothing."""
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", 50)
+    config, notes = write_bins(small(max_steps=63)), tmp_path / "notes"
+    tokens = np.fromfile(Path(config.data_dir) / "train.bin", np.uint16)
+    windows = (len(tokens) - 1) // config.block_size
+    (numbers,) = trainkit.token_files.window_numbers(config, "train", range(63))
+    first, others = numbers[0][0, 0], len(numbers) - 1
+    read_part = trainkit.token_files.read
+    notes.touch()
+
+    def slow_read(config, split, part):
+        for _ in range(1_200):
+            if part[0, 0] != first or len(notes.read_text().split()) == others:
+                break
+            time.sleep(0.05)
+        with notes.open("a") as file:
+            print(part[0, 0], file=file)
+        return read_part(config, split, part)
+
+    slow = SimpleNamespace(read=slow_read)  # it travels with the function, by value
+    monkeypatch.setattr(tutorial, "token_files", slow)
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order
+    rows = tutorial.make_token_dataset(config, "train", numbers).take_all()
+    assert notes.read_text().split()[others:] == [str(first)] and others > 3
+    found_numbers = [row["numbers"] for row in rows]
+    np.testing.assert_array_equal(found_numbers, np.concatenate(numbers))
+    found = np.concatenate([row["tokens"] for row in rows])
+    assert found.dtype == np.uint16 and found.shape == (252, config.block_size + 1)
+    expected = np.stack([tokens[i * 16 : i * 16 + 17] for i in range(windows)])
+    epochs = [found[:windows], found[windows : 2 * windows]]
+    for epoch in epochs:
+        assert sorted(map(bytes, epoch)) == sorted(map(bytes, expected))
+    assert (epochs[0] != expected).any() and (epochs[0] != epochs[1]).any()
+
+
+def test_a_long_run_reads_its_windows_in_parts(
+    tutorial, small, write_bins, monkeypatch
+):
+    """Three datasets, one after the other, give what one gives."""
+    without_a_cluster(monkeypatch)
+    config = write_bins(small())
+    mesh = trainkit.sharding.make_mesh(config)
+
+    def batches():
+        return list(tutorial.read_batches(config, mesh, "train", range(2, 11)))
+
+    whole = batches()
+    monkeypatch.setattr(trainkit.token_files, "WINDOWS_IN_RANGE", 4 * 4)
+    made, make = [], tutorial.make_token_dataset
+    monkeypatch.setattr(
+        tutorial, "make_token_dataset", lambda *a: made.append(a[2]) or make(*a)
+    )
+    parts = batches()
+    assert [sum(map(len, numbers)) for numbers in made] == [4, 4, 1]
+    np.testing.assert_array_equal(parts, whole, strict=True)
