@@ -1,9 +1,7 @@
 """Storage on an object store: a real S3 server on this machine."""
 
 import dataclasses
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +12,14 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from accidents import (
-    Accidents,
     answers,
     assert_equal_runs,
     free_port,
+    in_the_background,
+    kill,
     log_of,
     train_loop_of,
     wait_for,
-    worker_of,
 )
 from conftest import start_ray, stop_ray
 
@@ -63,27 +61,25 @@ def bucket(requests):
         server.terminate()
 
 
-def kill_while_writing(rank: int):
-    """While a checkpoint is on its way to the disk, before it goes to the store."""
-
-    def harm(config):
-        worker = worker_of(config, rank)  # before, since the store takes a while
-        staging = trainkit.checkpoints.staging(config) / str(rank)
-        wait_for(lambda: any(staging.glob("step_*tmp*")), pause=0.002)
-        os.kill(worker, signal.SIGKILL)
-
-    return harm
-
-
 def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     """And the log in the bucket has each step once, though an object can't grow."""
     config = dataclasses.replace(
         reference, run_name="killed", storage_path=bucket, max_steps=48
     )
-    begun = trainkit.checkpoints.list_saved  # there is one to go on from
-    accident = Accidents(config, (begun, kill_while_writing(1)))
-    result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
-    accident.join()
+    staging = trainkit.checkpoints.staging(config)
+
+    def begun() -> bool:  # there is one to go on from
+        return bool(trainkit.checkpoints.list_saved(config))
+
+    def writing() -> bool:  # to the disk, before it goes to the store
+        return any((staging / "1").glob("step_*tmp*"))
+
+    fit = tutorial.make_trainer(config, train_loop_of(tutorial)).fit
+    with in_the_background(fit) as finish:
+        wait_for(begun, pause=0.5, what="a checkpoint")
+        wait_for(writing, pause=0.002, what="another one")
+        kill(config, 1)
+        result = finish()
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 
@@ -99,7 +95,7 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     best = sorted(lines, key=lambda line: line["val_loss"])[:2]
     kept = {f"step_{line['step']:08d}" for line in [*best, lines[-1]]}
     assert trainkit.checkpoints.list_folders(config) == sorted(kept, reverse=True)
-    assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
+    assert list(staging.glob("*/*")) == []
 
     model = trainkit.generate.load_model(
         tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
