@@ -167,6 +167,12 @@ def in_the_background(function):
                 ray.shutdown()  # so that the thread ends
 
 
+def missing(what: str) -> None:
+    """Skip a test on a machine that lacks what it needs; fail where the tests must run."""
+    message = f"not possible here: {what}"
+    pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+
+
 @contextlib.contextmanager
 def disk_of(folder: Path, megabytes: float):
     """A file system of its own, in memory; the test is skipped where it can't be made."""
@@ -175,8 +181,7 @@ def disk_of(folder: Path, megabytes: float):
     mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
     result = subprocess.run(mount, capture_output=True, text=True)
     if result.returncode:
-        message = f"a small disk can't be mounted here: {result.stderr.strip()}"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+        missing(f"a small disk: {result.stderr.strip()}")
     try:
         yield folder
     finally:
