@@ -21,7 +21,6 @@ from conftest import read_arrays
 from notebook_module import initial_state
 
 import trainkit.checkpoints
-import trainkit.config
 import trainkit.sharding
 
 
@@ -73,7 +72,7 @@ def train_loop_of(tutorial):
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
-        notes = notes_of(trainkit.config.TrainingConfig(**settings))
+        notes = Path(settings["data_dir"], "notes", settings["run_name"])
         notes.mkdir(parents=True, exist_ok=True)
         context = ray.train.get_context()
         rank = context.get_world_rank()
