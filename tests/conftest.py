@@ -48,12 +48,6 @@ SLICE |= {"devices_per_worker": 4, "batch_size": 64}
 LONGEST = "notebook faults storage verify tpu_compile tpu_slice gradients".split()
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--random-kills", type=int, default=10, help="runs that are killed at random"
-    )
-
-
 def read_arrays(path) -> list[np.ndarray]:
     """Every array of a checkpoint, in the order of its tree."""
     checkpointer = ocp.PyTreeCheckpointer()

@@ -41,7 +41,7 @@ def small_model(folder: Path, **changes):
         **{"vocab_size": 521, "block_size": 16, "n_layer": 1, "n_head": 2},
         # Splash is a kernel for TPUs; test_tpu_compile compiles it.
         **{"n_embd": 32, "compute_dtype": "float32", "attention": "xla"},
-        **{"batch_size": 32, "learning_rate": 1e-2, "warmup_steps": 4},
+        **{"fsdp": 4, "batch_size": 32, "learning_rate": 1e-2, "warmup_steps": 4},
         **{"log_interval": 1, "eval_interval": 3, "eval_steps": 1},
         **{"data_dir": str(folder / "data"), "storage_path": str(folder / "runs")},
     }
@@ -56,7 +56,7 @@ ALONE = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
     "changes", [{}, pytest.param(ALONE, marks=pytest.mark.extra)], ids=["4x4", "alone"]
 )
 def test_slice_trains_and_saves(tutorial, head, write_bins, tmp_path, changes):
-    """The notebook's loop and TPU configuration, with a small model.
+    """The notebook's loop and TPU configuration, with a small model, which four chips share.
 
     Or a host by itself, as on Colab and Kaggle: no slice, no topology, a v5e-8.
     """
