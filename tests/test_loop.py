@@ -170,31 +170,6 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd):
     assert (wild.run_path / "diverged.txt").exists()
 
 
-def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
-    """Nothing starts: what the request says."""
-    guarded = []
-
-    def guard(trainer, *given):
-        guarded.append(given)
-        return trainer
-
-    monkeypatch.setattr(trainkit.launch, "guard", guard)
-
-    config = small(num_workers=2, max_failures=5)
-    trainer = tutorial.make_trainer(config)
-    run, kept = trainer.run_config, trainer.run_config.checkpoint_config
-    assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
-    assert run.failure_config.max_failures == 5
-    assert (kept.num_to_keep, kept.checkpoint_score_attribute) == (2, "val_loss")
-    assert kept.checkpoint_score_order == "min"
-    environment = trainkit.workers.environment(config)
-    assert run.worker_runtime_env == {"env_vars": environment}
-    assert trainer.train_loop_config == dataclasses.asdict(config)
-    functions = ("create_state", "train_step", "eval_step")
-    program = (getattr(tutorial, name) for name in functions)
-    assert guarded == [(config, *program)]
-
-
 @pytest.mark.parametrize(
     "changes, use, resources",
     [
@@ -203,13 +178,29 @@ def test_what_the_trainer_asks_of_ray(tutorial, small, monkeypatch):
         (SLICE | {"num_workers": 8}, (False, True), {"TPU": 4}),
     ],
 )
-def test_devices_that_the_trainer_asks_for(tutorial, small, changes, use, resources):
-    config = small(**{"num_workers": 2} | changes)
-    trainer = tutorial.make_trainer(config)
-    found, backend = trainer.scaling_config, trainer.backend_config
-    assert (found.use_gpu, found.use_tpu) == use
-    assert found.resources_per_worker == resources
+def test_what_the_trainer_asks_of_ray(
+    tutorial, small, monkeypatch, changes, use, resources
+):
+    """Nothing starts: what the request says."""
+    guarded = []
+    monkeypatch.setattr(trainkit.launch, "guard", lambda *given: guarded.append(given))
+    config = small(**{"num_workers": 2, "max_failures": 5} | changes)
+    tutorial.make_trainer(config)
+    ((trainer, *given),) = guarded
+    functions = ("create_state", "train_step", "eval_step")
+    assert given == [config, *(getattr(tutorial, name) for name in functions)]
+    assert trainer.train_loop_config == dataclasses.asdict(config)
+    run, kept = trainer.run_config, trainer.run_config.checkpoint_config
+    assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
+    assert run.failure_config.max_failures == 5
+    assert (kept.num_to_keep, kept.checkpoint_score_attribute) == (2, "val_loss")
+    assert kept.checkpoint_score_order == "min"
+    environment = trainkit.workers.environment(config)
+    assert run.worker_runtime_env == {"env_vars": environment}
+    asked, backend = trainer.scaling_config, trainer.backend_config
+    assert (asked.use_gpu, asked.use_tpu) == use
+    assert asked.resources_per_worker == resources
     for name in ("num_workers", "topology", "accelerator_type"):
-        assert getattr(found, name) == getattr(config, name)
+        assert getattr(asked, name) == getattr(config, name)
     # JAX is told to join the workers, also on CPUs.
     assert (backend.use_gpu, backend.use_tpu) == (not use[1], use[1])

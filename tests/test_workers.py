@@ -52,10 +52,8 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
 @pytest.mark.parametrize("layout", ["cublas/lib/lib{}.so.12", "cu13/lib/lib{}.so.13"])
 def test_pips_cuda_comes_before_the_nodes(tmp_path, monkeypatch, layout):
     """What a library needs is then there already; as a stand-in, one of numpy's."""
-    paths = [
-        tmp_path / "nvidia" / layout.format(name)
-        for name in ("nvJitLink", "cublasLt", "cudnn_graph", "cudart")
-    ]
+    names = "nvJitLink", "cublasLt", "cudnn_graph", "cudart"
+    paths = [tmp_path / "nvidia" / layout.format(name) for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(np.random.bit_generator.__file__, path)
@@ -129,13 +127,12 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_nam
     assert cache == str(tmp_path / "data/jax-cache")  # which all nodes share, too
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=there")
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
     found = trainkit.workers.environment(config)
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
-    expected = ["--xla_dump_to=there", FLAGS[platform]]
+    expected = ["--mine", FLAGS[platform]]
     if platform == "gpu":  # the last wins
-        alone = "--xla_gpu_shard_autotuning=false"
-        expected = [FLAGS[platform], alone, "--xla_dump_to=there"]
+        expected = [FLAGS[platform], "--xla_gpu_shard_autotuning=false", "--mine"]
     assert found["XLA_FLAGS"] == " ".join(expected).strip()
 
 
@@ -195,17 +192,13 @@ def test_address_of_a_cluster_that_is_gone(monkeypatch):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """A function that lets Ray list these nodes, resources each; a dead one is a string."""
+    """A function that lets Ray list nodes with these resources, and one that is gone."""
 
-    def let(*resources):
-        alive = [each for each in resources if isinstance(each, dict)]
-        gone = {"CPU": 64, "GPU": 64, "TPU": 64}
-        listed = [
-            {"Alive": each in alive, "Resources": each if each in alive else gone}
-            for each in resources
-        ]
+    def let(*alive: dict):
+        listed = [{"Alive": True, "Resources": each} for each in alive]
+        gone = {"Alive": False, "Resources": {"CPU": 64, "GPU": 64, "TPU": 64}}
         total = {k: sum(x.get(k, 0) for x in alive) for x in alive for k in x}
-        monkeypatch.setattr(ray, "nodes", lambda: listed)
+        monkeypatch.setattr(ray, "nodes", lambda: [*listed, gone])
         monkeypatch.setattr(ray, "cluster_resources", lambda: total)
 
     return let
@@ -223,7 +216,7 @@ def gpus(n, kind="H100", cpus=32) -> dict:
 )
 def test_a_worker_never_spans_two_nodes(nodes, small, changes, room):
     """Of 8, 8, and 4 GPUs, with as many CPUs; a node that is gone has none."""
-    nodes(gpus(8, cpus=8), gpus(8, cpus=8), {"CPU": 8}, gpus(4, "A100", 4), "gone")
+    nodes(gpus(8, cpus=8), gpus(8, cpus=8), {"CPU": 8}, gpus(4, "A100", 4))
     config = small(platform="gpu", **changes)
     assert trainkit.workers.count_room(config) == room
 
