@@ -169,8 +169,9 @@ def test_other_machines_continue_the_program(small, tutorial):
 def here(monkeypatch):
     """Programs are translated in this process; gives what else was asked of Ray."""
 
-    def remote(**options):
-        assert options["max_calls"] == 1 and options["num_cpus"] == 0
+    def remote(runtime_env, **options):  # a new process each time
+        assert runtime_env == {"env_vars": {"FLAG": "yours", "JAX_PLATFORMS": "cpu"}}
+        assert options == {"max_calls": 1, "num_cpus": 0}
         return lambda function: SimpleNamespace(remote=function)
 
     tool, asked = SimpleNamespace(remote=remote, get=lambda found: found), []
@@ -179,6 +180,9 @@ def here(monkeypatch):
     monkeypatch.setattr(workers, "check_resources", lambda c: asked.append("resources"))
     monkeypatch.setattr(workers, free, lambda: asked.append("room"))
     return asked
+
+
+FLAG = {"FLAG": "yours", "JAX_PLATFORMS": "tpu"}
 
 
 class Launch:
@@ -192,7 +196,7 @@ class Launch:
         trainer = SimpleNamespace(
             train_loop_per_worker=print,
             fit=self.fit,
-            run_config=SimpleNamespace(worker_runtime_env={}),
+            run_config=SimpleNamespace(worker_runtime_env={"env_vars": FLAG}),
         )
         config = config or self.config
         trainkit.launch.guard(trainer, config, *functions_of(source)).fit()
@@ -433,17 +437,15 @@ def test_a_device_without_memory_gets_advice(small, worker):
 def test_a_new_process_translates_what_the_cells_say_now(
     tutorial, cluster, small, monkeypatch
 ):
-    """Only `loss_fn` is another, as after its cell was run again; and flags come, too."""
+    """Here, where only `loss_fn` is another, as after its cell was run again."""
     config, loss_fn = small(), tutorial.loss_fn
 
-    def program(**variables) -> str:
-        given = config, functions_in(tutorial), variables
-        return trainkit.launch.describe(*given)["program"]
+    def twice(*given, **named):
+        return 2 * loss_fn(*given, **named)
+
+    def program() -> str:
+        return trainkit.launch.describe(config, functions_in(tutorial), {})["program"]
 
     before = program()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            tutorial, "loss_fn", lambda *given, **named: 2 * loss_fn(*given, **named)
-        )
-        assert program() != before
-    assert program(JAX_DEFAULT_MATMUL_PRECISION="highest") != before
+    monkeypatch.setattr(tutorial, "loss_fn", twice)
+    assert program() != before

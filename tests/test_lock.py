@@ -32,7 +32,6 @@ with lock.hold(TrainingConfig(**json.loads(sys.argv[2]))) as mark:
         os._exit(0)
     sys.stdin.read()
 """
-MOUNTS = ["unshare", "--mount"]
 ELSEWHERE = (
     "unshare --pid --uts --time --boottime 3600 --fork --kill-child --mount-proc"
 )
@@ -64,19 +63,41 @@ def is_free(config) -> bool:
     return False
 
 
+@pytest.fixture
+def joined(monkeypatch):
+    """A function that makes this process a worker of the launch of a mark."""
+    monkeypatch.setattr(trainkit.lock, "joined", {})
+
+    def join(config, mark: str) -> None:
+        trainkit.lock.joined[str(config.run_path)] = mark
+        trainkit.lock.confirm(config)
+
+    return join
+
+
 @pytest.mark.parametrize("prefix", [[], ELSEWHERE], ids=["here", "elsewhere"])
-def test_one_launch_at_a_time(small, prefix):
-    """In other namespaces of processes, mounts, host names, and clocks, too."""
+def test_one_launch_at_a_time(small, joined, prefix):
+    """In other namespaces of processes, mounts, host names, and clocks, too.
+
+    Workers of a driver that was killed stop at the next launch.
+    """
     config = small()
     with holder(config, *prefix) as (process, mark):
         words = f"run_name: another launch trains {config.run_path}: {mark}"
         with pytest.raises(RuntimeError, match=re.escape(words)):
             with trainkit.lock.hold(config):
                 raise AssertionError
+        joined(config, mark)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        trainkit.lock.confirm(config)  # no one else has the run
         wait_for(lambda: is_free(config), 60, what="the lock of a killed driver")
-    with trainkit.lock.hold(config):
+    with pytest.raises(RuntimeError, match="belongs to no launch"):
+        trainkit.lock.confirm(config)  # `is_free` had it
+    with trainkit.lock.hold(config) as other:
+        words = f"belongs to {other}, and this worker to {mark}"
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            trainkit.lock.confirm(config)
         with holder(config, *prefix) as (process, said):
             assert "another launch trains" in said and f"process {os.getpid()}" in said
 
@@ -90,50 +111,6 @@ def test_a_launch_that_ends_in_this_process_frees_the_run(small):
     assert is_free(config)
     # Nor is there a soft lock, which would judge by host names and process numbers.
     assert [path.name for path in config.run_path.iterdir()] == ["launch.lock"]
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """A function that makes this process a worker of the launch of a mark."""
-    monkeypatch.setattr(trainkit.lock, "joined", {})
-
-    def join(config, mark: str) -> None:
-        trainkit.lock.joined[str(config.run_path)] = mark
-        trainkit.lock.confirm(config)
-
-    return join
-
-
-def test_workers_of_a_driver_that_was_killed_stop_at_the_next_launch(small, joined):
-    config = small()
-    with holder(config) as (process, mark):
-        joined(config, mark)
-        process.kill()
-        process.wait()
-    trainkit.lock.confirm(config)  # no one else has the run
-    with trainkit.lock.hold(config) as other:
-        words = f"belongs to {other}, and this worker to {mark}"
-        with pytest.raises(RuntimeError, match=re.escape(words)):
-            trainkit.lock.confirm(config)
-    with pytest.raises(RuntimeError, match="belongs to no launch"):
-        trainkit.lock.confirm(config)  # nor when that one has ended
-
-
-def test_locks_that_each_node_has_for_itself(small, joined):
-    """Both drivers get one; the workers of the first stop, and those of the second don't."""
-    config = small()
-    own = config.run_path.parent / "own-lock"
-    config.run_path.mkdir(parents=True)
-    for path in (own, config.run_path / "launch.lock"):
-        path.touch()
-    mount = f'mount --bind {own} {config.run_path}/launch.lock; exec "$@"'
-    with holder(config) as (_, first):
-        joined(config, first)
-        with holder(config, *MOUNTS, "sh", "-ec", mount, "-") as (_, second):
-            assert second.startswith("process ") and second != first
-            with pytest.raises(RuntimeError, match="process .* this one ends"):
-                trainkit.lock.confirm(config)
-            joined(config, second)
 
 
 def test_a_path_that_is_another_folder_on_this_node(small, joined, tmp_path):
@@ -165,7 +142,7 @@ def test_a_worker_saves_for_its_own_launch_only(small, joined, recorded):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks(small, monkeypatch, joined, number):
-    """There, the mark alone decides."""
+    """There, the mark alone decides, as where each node has locks of its own."""
 
     def acquire(self):
         raise OSError(number, os.strerror(number))
