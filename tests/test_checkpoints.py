@@ -10,7 +10,6 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import fsspec
 import jax
@@ -266,15 +265,21 @@ def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses, monkey
         restore()
 
 
-def test_another_model_is_told_at_once_by_its_shapes(checkpointer, restore, pauses):
-    """As after a change of the notebook's model; at most three differences."""
-    save_steps(checkpointer, 10)
+def test_what_another_attempt_cannot_help_is_told_at_once(
+    checkpointer, restore, pauses, monkeypatch
+):
+    """Another model, with at most three differences of its shapes; too little memory."""
+    save_steps(checkpointer, 10, 20)
     kernel = re.escape("another model: kernel: found (64, 64), expected (64, 65).")
     with pytest.raises(ValueError, match=kernel):
         restore(shape=(64, 65))
     others = r"model: a: found None, expected \(1,\); b: .*; c: [^;]*$"
     with pytest.raises(ValueError, match=others):
         restore(a=(1,), b=(1,), c=(1,), d=(1,))
+    for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")):
+        monkeypatch.setattr(trainkit.checkpoints, "read", raises(error))
+        with pytest.raises(type(error)):
+            restore()
     assert not pauses
 
 
@@ -291,17 +296,6 @@ def test_all_workers_take_the_same_checkpoint(checkpointer, restore, monkeypatch
     assert restore()[0] == 20 and said == [True, True]
     with pytest.raises(RuntimeError, match="Other workers say why"):
         restore()
-
-
-def test_memory_that_runs_out_is_told_at_once(
-    checkpointer, restore, pauses, monkeypatch
-):
-    save_steps(checkpointer, 10, 20)
-    for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")):
-        monkeypatch.setattr(trainkit.checkpoints, "read", raises(error))
-        with pytest.raises(type(error)):
-            restore()
-    assert not pauses
 
 
 def hashes(tree) -> dict[str, str]:
@@ -389,46 +383,36 @@ def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
     assert not checkpointer.orbax._create_directories_asynchronously
 
 
-@pytest.fixture
-def copies(monkeypatch):
-    """Where files were copied to, of which the first attempts fail, as many as it says."""
-    copy, copies = pyarrow.fs.copy_files, SimpleNamespace(targets=[], failures=1)
+def test_uploads_and_downloads_are_tried_for_a_minute(
+    bucket, checkpointer, restore, pauses, monkeypatch
+):
+    """And the loop waits for them, after the last step, too, so that it is watched.
+
+    The workers of a node share a download; what a failed one has left is removed.
+    """
+    copy, attempts = pyarrow.fs.copy_files, []
+    failing = {1, 2, 4, *range(7, 99)}
 
     def copy_files(source, target, **options):
-        copies.targets.append(target)
-        if len(copies.targets) <= copies.failures:
+        attempts.append(target)
+        if len(attempts) in failing:
             if "source_filesystem" in options:
                 Path(target, "left").touch()
             raise OSError("AWS Error SLOW_DOWN")
         copy(source, target, **options)
 
     monkeypatch.setattr(pyarrow.fs, "copy_files", copy_files)
-    return copies
-
-
-def test_an_upload_is_tried_for_a_minute(bucket, checkpointer, pauses, copies):
-    """And the loop waits for it, after the last step, too, so that it is watched."""
-    copies.failures = 2
     save_steps(checkpointer, 10)
-    assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-    copies.failures = 99
+    assert pauses == [1, 2] and trainkit.checkpoints.list_saved(bucket) == [FIRST]
+    assert restore()[0] == 10 and pauses == [1, 2, 1]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainkit.checkpoints, "read", lambda folder, _: folder)
+        folders = [trainkit.checkpoints.load(bucket, FIRST, None) for _ in range(2)]
+    assert folders[0] == folders[1] and len(attempts) == 6
+    assert not (folders[0] / "left").exists() and len(read_arrays(folders[0])) == 1
     with pytest.raises(OSError, match="SLOW_DOWN"):
         save_steps(checkpointer, 20)
     assert trainkit.checkpoints.list_saved(bucket) == [FIRST]
-
-
-def test_workers_of_a_node_share_a_download(
-    bucket, checkpointer, restore, pauses, copies, monkeypatch
-):
-    """One that fails is done again; what it has left is removed."""
-    copies.failures = 0
-    save_steps(checkpointer, 10)
-    copies.failures = 2
-    assert restore()[0] == 10 and pauses == [1]
-    monkeypatch.setattr(trainkit.checkpoints, "read", lambda folder, _: folder)
-    first, second = (trainkit.checkpoints.load(bucket, FIRST, None) for _ in range(2))
-    assert first == second and len(copies.targets) == 4
-    assert not (first / "left").exists() and len(read_arrays(first)) == 1
 
 
 def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 import ray
 import ray.train.v2.jax
 from accidents import answers, free_port, in_the_background, wait_for
-from conftest import ROOT, stop_ray
+from conftest import ROOT
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
@@ -70,38 +70,14 @@ trainkit.set_up_driver()
 import ray, trainkit.workers
 {cell("ray.init(")}
 """
-ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-
-
-@pytest.fixture
-def address(request) -> str:
-    """Where a run finds its cluster: its own, or one that is there, without a dashboard."""
-    if request.param == "started":
-        yield "local"
-        return
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    yield cluster.address
-    cluster.shutdown()
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
 EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-NO_PROJECT = ["uv", "run", "--no-project", "python"]
-PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "address, begin, runner, home",
-    [
-        ("started", ALONE, NO_PROJECT, "/proc/none"),
-        pytest.param("joined", START, PROJECT, "", marks=pytest.mark.extra),
-    ],
-    indirect=["address"],
-    ids=["started", "joined"],
-)
-def test_a_run_among_others(tmp_path, address, begin, runner, home):
+def test_a_run_among_others(tmp_path):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
 
     Nor do workers see this folder.
@@ -118,11 +94,17 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
-    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
-    variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
+    variables |= {
+        "UV_CACHE_DIR": f"{tmp_path}/uv",
+        "NOTE": str(note),
+        "PYTHONPATH": None,
+    }
+    variables |= {"RAY_ADDRESS": "local", "HOME": "/proc/none"}
     hide = "import os; os.rename('trainkit', 'elsewhere')"
-    script = begin.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
-    run = partial(python, EXEC, *runner, "-c", script, cwd=tmp_path)
+    start = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
+    script = start.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
+    uv = ["uv", "run", "--no-project", "python"]
+    run = partial(python, EXEC, *uv, "-c", script, cwd=tmp_path)
     with in_the_background(partial(run, **variables)) as finish:
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
