@@ -94,12 +94,8 @@ def test_a_run_among_others(tmp_path):
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
-    variables |= {
-        "UV_CACHE_DIR": f"{tmp_path}/uv",
-        "NOTE": str(note),
-        "PYTHONPATH": None,
-    }
-    variables |= {"RAY_ADDRESS": "local", "HOME": "/proc/none"}
+    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": "/proc/none"}
+    variables |= {"RAY_ADDRESS": "local", "NOTE": str(note), "PYTHONPATH": None}
     hide = "import os; os.rename('trainkit', 'elsewhere')"
     start = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
     script = start.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
