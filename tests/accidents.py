@@ -105,13 +105,6 @@ def kill_controller() -> None:
     raise AssertionError("no TrainController")
 
 
-def state_of(config) -> list[np.ndarray]:
-    """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = trainkit.checkpoints.list_saved(config)[0]
-    assert newest == f"step_{config.max_steps:08d}"
-    return read_arrays(config.run_path / newest)
-
-
 def assert_equal_runs(config, reference) -> None:
     """Bit for bit, every logged loss, each step once, up to the end of the first.
 
@@ -120,8 +113,11 @@ def assert_equal_runs(config, reference) -> None:
     logs = log_of(config), log_of(reference)[: config.max_steps]
     for name in ("step", "loss", "grad_norm", "val_loss"):
         assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+    newest = trainkit.checkpoints.list_saved(config)[0]
+    assert newest == f"step_{config.max_steps:08d}"
     if config.max_steps == reference.max_steps:
-        for a, b in zip(state_of(config), state_of(reference)):
+        states = (read_arrays(run.run_path / newest) for run in (config, reference))
+        for a, b in zip(*states, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
