@@ -83,21 +83,17 @@ def source_of(definitions: str, expression: str, words: dict) -> str:
     return re.sub(r"\b[A-Z]+\b", lambda found: words.get(found[0], found[0]), text)
 
 
-def functions_of(source: str) -> list:
-    """A program's, in a module of its own, as after a cell that was run again."""
-    module = types.ModuleType("program")
-    exec(source, vars(module))
-    return [getattr(module, name) for name in NAMES]
+def functions_in(program: str | types.ModuleType) -> list:
+    """The notebook's, or those of a program in a module of its own."""
+    if isinstance(program, str):
+        source, program = program, types.ModuleType("program")
+        exec(source, vars(program))
+    return [getattr(program, name) for name in NAMES]
 
 
-def texts_of(config, *programs: list) -> list[str]:
-    """The programs that these functions are, or that these sources define."""
-    texts = []
-    for program in programs:
-        functions = functions_of(program) if isinstance(program, str) else program
-        packed = trainkit.launch.translate(config, *functions)["program"]
-        texts.append(zlib.decompress(base64.b85decode(packed)).decode())
-    return texts
+def text_of(config, program: str | types.ModuleType) -> str:
+    packed = trainkit.launch.translate(config, *functions_in(program))["program"]
+    return zlib.decompress(base64.b85decode(packed)).decode()
 
 
 KERNEL = """
@@ -117,8 +113,8 @@ def test_an_edit_that_changes_the_program_is_seen(small, kind):
     on_tpu = {"block_size": 128, "vocab_size": 128, "platform": "tpu", "num_workers": 1}
     config = small(**on_tpu if "pallas" in kind else {})
     before, after = (source_of(*kind.split(" | "), x) for x in (BEFORE, AFTER))
-    first, again, edited = texts_of(config, before, before, after)
-    assert first == again != edited
+    text = text_of(config, before)
+    assert text == text_of(config, before) != text_of(config, after)
 
 
 NO_EDITS = [
@@ -138,26 +134,19 @@ NO_EDITS = [
 def test_an_edit_that_changes_no_result_is_none(small, old, new):
     source = source_of(f"{DEFAULT[0]}\n{ONE}{TWO}", "two(one(act(x)))", BEFORE)
     assert old in source
-    assert len({*texts_of(small(), source, source.replace(old, new))}) == 1
+    assert text_of(small(), source) == text_of(small(), source.replace(old, new))
 
 
-def functions_in(tutorial) -> list:
-    return [getattr(tutorial, name) for name in NAMES]
-
-
-OTHER_MACHINES = [
-    {"platform": "tpu", "topology": "2x2", "accelerator_type": "TPU-V6E"}
-    | {"devices_per_worker": 2, "num_workers": 2, "fsdp": 2, "device_batch_size": 1}
-    | {"loss_chunks": 4, "scan_layers": True},
-    {"platform": "gpu", "attention": "cudnn"},
-]
+SLICE = {"platform": "tpu", "topology": "2x2", "accelerator_type": "TPU-V6E"}
+SLICE |= {"devices_per_worker": 2, "num_workers": 2, "fsdp": 2, "device_batch_size": 1}
+SLICE |= {"loss_chunks": 4, "scan_layers": True}
 
 
 def test_other_machines_continue_the_program(small, tutorial):
     """Its text has neither names nor addresses, which would differ."""
-    recipe, functions = {"compute_dtype": "bfloat16"}, functions_in(tutorial)
-    configs = [small(**recipe | changes) for changes in ({}, *OTHER_MACHINES)]
-    (text,) = {*(texts_of(config, functions)[0] for config in configs)}
+    machines = {}, SLICE, {"platform": "gpu", "attention": "cudnn"}
+    configs = [small(compute_dtype="bfloat16", **changes) for changes in machines]
+    (text,) = {text_of(config, tutorial) for config in configs}
     assert not re.search(r"0x[0-9a-f]{6}|lambda|loss_fn|gelu|grad_norm", text)
     assert len(text.splitlines()) > 500
 
@@ -199,7 +188,7 @@ class Launch:
             run_config=SimpleNamespace(worker_runtime_env={"env_vars": FLAG}),
         )
         config = config or self.config
-        trainkit.launch.guard(trainer, config, *functions_of(source)).fit()
+        trainkit.launch.guard(trainer, config, *functions_in(source)).fit()
 
     def fit(self):
         assert trainkit.lock.read_mark(self.config)
