@@ -117,7 +117,7 @@ def test_change_a_line_and_run_again(tmp_path):
         cell.id, cell.source = f"{cell.id}-again", cell.source.replace(old, new)
     cells = run_notebook(tmp_path, *again)[-len(again) :]
     text = training_of(cells)
-    assert "\nstep 20 | tokens 10,240 |" in text and "Continuing from" not in text
+    assert "step 20 | tokens 10,240 |" in text and "Continuing from" not in text
     assert len([*tmp_path.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
 
 
