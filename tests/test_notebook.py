@@ -109,12 +109,10 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
 def test_change_a_line_and_run_again(tmp_path):
     """In the same kernel: another model trains from its first step, and is exported."""
     again = [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
-    old, new = (
-        "load_config(config_path",
-        "load_config(config_path, n_embd=32, max_steps=20",
-    )
+    line = "load_config(config_path)"
+    changed = "load_config(config_path, n_embd=32, max_steps=20)"
     for cell in again:
-        cell.id, cell.source = f"{cell.id}-again", cell.source.replace(old, new)
+        cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, changed)
     cells = run_notebook(tmp_path, *again)[-len(again) :]
     text = training_of(cells)
     assert "step 20 | tokens 10,240 |" in text and "Continuing from" not in text
