@@ -67,8 +67,12 @@ def notes_of(config) -> Path:
     return Path(config.data_dir, "notes", config.run_name)
 
 
-def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process ids, and how many they are."""
+def train_loop_of(tutorial, pause: float = 0):
+    """The notebook's loop, on workers that leave their process ids, and how many they are.
+
+    Args:
+        pause: seconds by which each step takes longer, for a run that would be over soon.
+    """
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
@@ -80,6 +84,14 @@ def train_loop_of(tutorial):
         if rank == 0:
             with (notes / "world-sizes").open("a") as file:
                 print(context.get_world_size(), file=file)
+        names = train_loop.__globals__  # the worker's: the driver's would be a copy
+        train_step = names["train_step"]
+
+        def slow_train_step(*arguments):
+            time.sleep(pause)
+            return train_step(*arguments)
+
+        names["train_step"] = slow_train_step
         train_loop(settings)
 
     return loop

@@ -151,18 +151,7 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
     config = dataclasses.replace(
         reference, run_name="spot", cpus_per_worker=2.0, max_failures=0
     )
-    train_loop, loop = tutorial.train_loop_per_worker, train_loop_of(tutorial)
-
-    def slow_loop(settings):  # or the run would be over soon
-        names = train_loop.__globals__  # the worker's: the driver's would be a copy
-        train_step = names["train_step"]
-
-        def slow_train_step(*arguments):
-            time.sleep(0.6)
-            return train_step(*arguments)
-
-        names["train_step"] = slow_train_step
-        loop(settings)
+    loop = train_loop_of(tutorial, pause=0.6)
 
     def saved_between() -> bool:  # where no evaluation is
         steps = map(
@@ -170,7 +159,7 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
         )
         return any(step % config.eval_interval for step in steps)
 
-    with in_the_background(tutorial.make_trainer(config, slow_loop).fit) as result:
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: last_step(config) >= 14, what="step 14")
         (node,) = two_nodes.worker_nodes
         give_notice(node, seconds=20)

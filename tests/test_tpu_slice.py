@@ -1,5 +1,6 @@
 """A TPU v6e 4x4 slice, played by four Ray nodes whose workers simulate four chips each."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,20 +78,27 @@ def test_slice_trains_and_saves(tutorial, head, write_bins, tmp_path, changes):
 
 
 @pytest.mark.extra
-def test_a_run_on_two_slices_goes_on_when_it_loses_one(
+def test_an_elastic_run_on_two_slices_shrinks_and_grows(
     tutorial, head, write_bins, tmp_path, monkeypatch
 ):
-    """Two v6e 2x2 slices of one host each; then one of them, with the same losses."""
+    """Two v6e 2x2 slices of one host each; one of them; two again, with the same losses."""
     slices = [add_host(head, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
     head.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
-    changes = {"num_workers": [1, 2], "max_steps": 30, "eval_interval": 5}
+    changes = {"num_workers": [1, 2], "max_steps": 100, "eval_interval": 10}
     config = small_model(tmp_path, topology="2x2", learning_rate=1e-3, **changes)
     write_bins(config, val_tokens=1_001)
-    loop = train_loop_of(tutorial)
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+    trainer = tutorial.make_trainer(config, train_loop_of(tutorial, pause=0.4))
+    trainer.scaling_config = dataclasses.replace(
+        trainer.scaling_config, elastic_resize_monitor_interval_s=2.0
+    )
+    with in_the_background(trainer.fit) as result:
         wait_for(lambda: last_step(config) >= 12, what="step 12")
         lose(head, slices[1])
+        wait_for(lambda: world_sizes(config) == [2, 1], what="one worker alone")
+        step = last_step(config)
+        wait_for(lambda: last_step(config) > step + 10, what="its progress")
+        add_host(head, "slice-2", 0, "v6e-4", "2x2")
         assert result().error is None
-    assert world_sizes(config) == [2, 1]
+    assert world_sizes(config)[:3] == [2, 1, 2]
     assert_losses_of_one_process(tutorial, config)
