@@ -105,9 +105,8 @@ def test_a_run_among_others(tmp_path):
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
         other = Cluster(initialize_head=True, head_node_args=options)
-        time.sleep(10)
+        time.sleep(8)
         other.shutdown()
-        time.sleep(2)
         Path(f"{note}.over").touch()
         finish()
     lines = sorted(line.split() for line in note.read_text().splitlines())
