@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from conftest import read_arrays
 from notebook_module import initial_state
 
 import trainkit.checkpoints
-import trainkit.config
 import trainkit.sharding
-import trainkit.workers
 
 
 def log_of(config) -> list[dict]:
@@ -65,89 +62,59 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
         time.sleep(pause)
 
 
-def train_loop_of(tutorial):
-    """The notebook's loop, on workers that leave their process ids, and how many they are."""
+def notes_of(config) -> Path:
+    """A folder of this machine with what the run's workers leave for a test."""
+    return Path(config.data_dir, "notes", config.run_name)
+
+
+def train_loop_of(tutorial, pause: float = 0):
+    """The notebook's loop, on workers that leave their process ids, and how many they are.
+
+    Args:
+        pause: seconds by which each step takes longer, for a run that would be over soon.
+    """
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
-        config = trainkit.config.TrainingConfig(**settings)
+        notes = Path(settings["data_dir"], "notes", settings["run_name"])
+        notes.mkdir(parents=True, exist_ok=True)
         context = ray.train.get_context()
         rank = context.get_world_rank()
-        (config.run_path / f"pid-{rank}").write_text(str(os.getpid()))
-        if rank == 0 and not config.remote:
-            with (config.run_path / "world-sizes").open("a") as file:
+        (notes / f"pid-{rank}").write_text(str(os.getpid()))
+        if rank == 0:
+            with (notes / "world-sizes").open("a") as file:
                 print(context.get_world_size(), file=file)
-        watch, asked = trainkit.workers.watch, config.run_path / f"raise-{rank}"
+        names = train_loop.__globals__  # the worker's: the driver's would be a copy
+        train_step = names["train_step"]
 
-        def watch_or_raise(seconds):  # it is called at each step
-            watch(seconds)
-            if not config.remote and asked.exists():
-                asked.unlink()
-                raise ZeroDivisionError
+        def slow_train_step(*arguments):
+            time.sleep(pause)
+            return train_step(*arguments)
 
-        trainkit.workers.watch = watch_or_raise
+        names["train_step"] = slow_train_step
         train_loop(settings)
 
     return loop
 
 
-def interrupt(rank: int):
-    """Harm: an exception comes up at the worker's next step."""
-    return lambda config: (config.run_path / f"raise-{rank}").touch()
+def kill(config, rank: int, number: int = signal.SIGKILL) -> None:
+    """Send one of the run's workers a signal."""
+    os.kill(int((notes_of(config) / f"pid-{rank}").read_text()), number)
 
 
-def worker_of(config, rank: int) -> int:
-    while True:
-        try:
-            if number := (config.run_path / f"pid-{rank}").read_text():
-                return int(number)
-        except FileNotFoundError:
-            raise
-        except OSError:  # on an object store, replaced while it was read
-            pass
-        time.sleep(0.01)  # another is just writing its own there
+def world_sizes(config) -> list[int]:
+    """How many workers the run had at each of its starts."""
+    path = notes_of(config) / "world-sizes"
+    return [int(x) for x in path.read_text().split()] if path.exists() else []
 
 
-def kill_controller(config) -> None:
+def kill_controller() -> None:
     """That of the cluster that this process has started; other tests have their own."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if "ray::TrainController" in " ".join(process.cmdline()):
                 return process.kill()
     raise AssertionError("no TrainController")
-
-
-class Accidents(threading.Thread):
-    """Waits for moments in a run, does harm, and measures how long each recovery takes."""
-
-    def __init__(self, config, *accidents):
-        super().__init__()
-        self.config, self.accidents, self.seconds = config, accidents, []
-        self.start()
-
-    def run(self):
-        for moment, harm in self.accidents:
-            self.seconds.append(self.recovery(moment, harm))
-
-    def recovery(self, moment, harm) -> float:
-        """The seconds from the harm to the first step that is new after it."""
-        config, pause = self.config, 0.5 if self.config.remote else 0.02
-        wait_for(lambda: moment(config), pause=pause, what="the moment")
-        worker, start = worker_of(config, 0), time.monotonic()
-        harm(config)
-        wait_for(lambda: worker_of(config, 0) != worker, pause=pause, what="a worker")
-        step = last_step(config)
-        wait_for(lambda: last_step(config) > step, pause=pause, what="a new step")
-        seconds = time.monotonic() - start
-        print(f"accident after step {step}; next new step {seconds:.1f} s later")
-        return seconds
-
-
-def state_of(config) -> list[np.ndarray]:
-    """Every array of the last checkpoint: parameters, optimizer state, and step."""
-    newest = trainkit.checkpoints.list_saved(config)[0]
-    assert newest == f"step_{config.max_steps:08d}"
-    return read_arrays(config.run_path / newest)
 
 
 def assert_equal_runs(config, reference) -> None:
@@ -158,22 +125,21 @@ def assert_equal_runs(config, reference) -> None:
     logs = log_of(config), log_of(reference)[: config.max_steps]
     for name in ("step", "loss", "grad_norm", "val_loss"):
         assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+    newest = trainkit.checkpoints.list_saved(config)[0]
+    assert newest == f"step_{config.max_steps:08d}"
     if config.max_steps == reference.max_steps:
-        for a, b in zip(state_of(config), state_of(reference)):
+        states = (read_arrays(run.run_path / newest) for run in (config, reference))
+        for a, b in zip(*states, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def kill(rank: int, number: int = signal.SIGKILL):
-    return lambda config: os.kill(worker_of(config, rank), number)
-
-
-def at_step(step: int):
-    return lambda config: last_step(config) >= step
-
-
 def losses_of_one_process(tutorial, config) -> list[float]:
-    """The losses of the same run in this process, without Ray Train."""
-    config = dataclasses.replace(config, num_workers=1)
+    """The losses of the same run on a CPU in this process, without Ray Train."""
+    config = dataclasses.replace(
+        config,
+        **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "fsdp": 1},
+        **{"topology": None, "accelerator_type": None},
+    )
     mesh = trainkit.sharding.make_mesh(config)
     state, losses = initial_state(tutorial, config, mesh), []
     steps = range(config.max_steps)
@@ -182,6 +148,13 @@ def losses_of_one_process(tutorial, config) -> list[float]:
             state, metrics = tutorial.train_step(state, windows, config)
             losses.append(float(metrics["loss"]))
     return losses
+
+
+def assert_losses_of_one_process(tutorial, config, atol: float = 1e-4) -> None:
+    """Each step is in the log once, with about the loss that one process has."""
+    log, losses = log_of(config), losses_of_one_process(tutorial, config)
+    assert [line["step"] for line in log] == list(range(1, config.max_steps + 1))
+    np.testing.assert_allclose([line["loss"] for line in log], losses, atol=atol)
 
 
 @contextlib.contextmanager
@@ -201,9 +174,10 @@ def in_the_background(function):
                 ray.shutdown()  # so that the thread ends
 
 
-def world_sizes(config) -> list[int]:
-    path = config.run_path / "world-sizes"
-    return [int(x) for x in path.read_text().split()] if path.exists() else []
+def missing(what: str) -> None:
+    """Skip a test on a machine that lacks what it needs; fail where the tests must run."""
+    message = f"not possible here: {what}"
+    pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
 
 
 @contextlib.contextmanager
@@ -214,8 +188,7 @@ def disk_of(folder: Path, megabytes: float):
     mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
     result = subprocess.run(mount, capture_output=True, text=True)
     if result.returncode:
-        message = f"a small disk can't be mounted here: {result.stderr.strip()}"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+        missing(f"a small disk: {result.stderr.strip()}")
     try:
         yield folder
     finally:

@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import threading
-from functools import cache, partial
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -34,6 +34,7 @@ import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
+from filelock import FileLock
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
@@ -41,16 +42,10 @@ import trainkit.checkpoints
 import trainkit.workers
 from trainkit.config import TrainingConfig
 
-NOT_FAST = {"cluster", "undisturbed", "built", "browser"}  # Ray, Sphinx, Chromium
+NOT_FAST = {"cluster", "reference", "built", "browser"}  # Ray, Sphinx, Chromium
 SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
 SLICE |= {"devices_per_worker": 4, "batch_size": 64}
-LONGEST = "notebook nodes storage tpu_compile verify faults tpu_slice".split()
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--random-kills", type=int, default=10, help="runs that are killed at random"
-    )
+LONGEST = "notebook faults storage verify tpu_compile tpu_slice gradients".split()
 
 
 def read_arrays(path) -> list[np.ndarray]:
@@ -169,36 +164,32 @@ def small_factory():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tutorial, small_factory, write_bins, tmp_path_factory):
-    """A function that makes a run of so many workers, once: its configuration and result."""
+def reference(tutorial, small_factory, write_bins, tmp_path_factory):
+    """The configuration of a run of two workers that nothing has happened to.
 
-    @cache
-    def make(workers: int):
-        config = small_factory(
-            tmp_path_factory.mktemp("reference"),
-            num_workers=workers,
-            n_layer=1,  # less to compile in each start
-            dropout=0.1,
-            max_steps=72,
-            eval_interval=12,
-            decay_steps=72,
-            run_name="reference",
-            stall_timeout_s=90.0,  # longer than a first step on a busy machine
-            max_failures=2,
-        )
-        write_bins(config)
-        start_ray()
-        result = tutorial.make_trainer(config).fit()
-        assert result.error is None
-        return config, result
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def reference(undisturbed):
-    """A run of two workers, beside which those stand that something happens to."""
-    return undisturbed(2)[0]
+    The first process of pytest-xdist that needs the run makes it, and the other waits.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    config = small_factory(
+        folder / "reference",
+        num_workers=2,
+        n_layer=1,  # less to compile in each start
+        dropout=0.1,
+        max_steps=72,
+        eval_interval=12,
+        decay_steps=72,
+        run_name="reference",
+        stall_timeout_s=90.0,  # longer than a first step on a busy machine
+        max_failures=2,
+    )
+    with FileLock(folder / "reference.lock"):
+        if not (config.run_path / "step_00000072").exists():
+            write_bins(config)
+            start_ray()
+            tutorial.make_trainer(config).fit()
+    return config
 
 
 @pytest.fixture

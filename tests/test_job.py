@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 
 import pytest
 import ray
@@ -39,39 +38,22 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     }
     (folder / "configs/books.yaml").write_text(yaml.safe_dump(settings))
 
-    deadline = time.monotonic() + 300
     guide = (ROOT / "docs/guide.md").read_text()
     (commands,) = re.findall(
         r"```bash\n(jupyter nbconvert --to python.*?)```", guide, re.S
     )
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
-
-    def submit() -> subprocess.CompletedProcess:
-        return subprocess.run(
-            ["bash", "-e", "-c", commands.replace("127.0.0.1:8265", dashboard)],
-            cwd=folder,
-            env={k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-
-    while True:
-        result = submit()
-        # A cluster takes jobs a few seconds after it has started.
-        if "No available agent" not in result.stderr or time.monotonic() > deadline:
+    commands = commands.replace("127.0.0.1:8265", dashboard)
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    for _ in range(20):  # a cluster takes jobs a few seconds after it has started
+        result = subprocess.run(["bash", "-e", "-c", commands], **options, timeout=500)
+        if "No available agent" not in result.stderr:
             break
-    assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said[-5000:]
     assert "step 6 | " in result.stdout
     assert (storage / "runs/job/step_00000006").is_dir()
     # No aside: neither step 1's program, which reports this, nor the kill.
-    assert "'points in a batch': 64" not in result.stdout + result.stderr
+    assert "'points in a batch': 64" not in said
     assert {path.parent.name for path in storage.glob("runs/*/step_*")} == {"job"}
-
-    # With another step, the second job ends before it trains.
-    page = folder / "README.ipynb"
-    assert page.read_text().count("TrainState(state.step + 1,") == 1
-    page.write_text(page.read_text().replace("(state.step + 1,", "(state.step + 2,"))
-    result = submit()
-    assert result.returncode and "step 6 | " not in result.stdout
-    assert "holds a run with another program" in result.stdout + result.stderr

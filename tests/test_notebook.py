@@ -1,6 +1,5 @@
 """The whole notebook, as its users run it, its form, and the page made from it."""
 
-import copy
 import json
 import math
 import os
@@ -27,30 +26,11 @@ def text_of(cells) -> str:
     return "\n".join(shown)
 
 
-def run_again(notebook, line: str, changed: str) -> None:
-    """Let the cells run twice in one kernel, the second time with one line changed.
-
-    But the asides, which train for themselves, run once.
-    """
-    again = copy.deepcopy(notebook.cells)
-    again = [cell for cell in again if "aside" not in cell.metadata.get("tags", [])]
-    assert sum(line in cell.source for cell in again) == 1
-    for cell in again:
-        cell.id += "-again"
-        cell.source = cell.source.replace(line, changed)
-    notebook.cells += again
-
-
-def run_notebook(folder: Path, again: str | None = None) -> None:
-    """Run the notebook in `folder` by `pytest --nbmake`, as CI does, with 80 steps.
-
-    Args:
-        again: how to load the configuration when the cells run a second time.
-    """
+def run_notebook(folder: Path, *more_cells) -> list:
+    """The code cells after `pytest --nbmake`, as CI runs it, with 80 steps, in `folder`."""
     stop_ray()  # the processor is for the notebook's cluster
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
-    if again:
-        run_again(notebook, "load_config(config_path)", again)
+    notebook.cells += more_cells
     nbformat.write(notebook, folder / "README.ipynb")
     for name in ("configs", "trainkit"):
         shutil.copytree(ROOT / name, folder / name)
@@ -61,30 +41,26 @@ def run_notebook(folder: Path, again: str | None = None) -> None:
     environment["GPT2_CONFIG"] = "configs/smoke.yaml"
     environment.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # as its users have it
     command = "-m pytest --nbmake --overwrite --nbmake-timeout=900 README.ipynb"
+    options = {"capture_output": True, "text": True, "timeout": 2400}
     result = subprocess.run(
-        [sys.executable, *command.split()],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2400,
+        [sys.executable, *command.split()], cwd=folder, env=environment, **options
     )
     assert result.returncode == 0, result.stdout[-5000:]
+    return code_cells(folder / "README.ipynb")
 
 
 @pytest.fixture(scope="module")
 def smoke_folder(tmp_path_factory):
-    """A folder in which the notebook has run; a space in its name does no harm."""
+    """A folder for the notebook; a space in its name does no harm."""
     folder = tmp_path_factory.mktemp("smoke") / "my folder"
     folder.mkdir()
-    run_notebook(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def executed(smoke_folder):
     """The code cells of the executed notebook."""
-    return code_cells(smoke_folder / "README.ipynb")
+    return run_notebook(smoke_folder)
 
 
 def training_of(cells) -> str:
@@ -132,19 +108,14 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
 @pytest.mark.extra
 def test_change_a_line_and_run_again(tmp_path):
     """In the same kernel: another model trains from its first step, and is exported."""
-    run_notebook(
-        tmp_path, "load_config(config_path, n_layer=1, n_embd=32, max_steps=20)"
-    )
-    cells = code_cells(tmp_path / "README.ipynb")
-    again = [cell for cell in cells if cell.id.endswith("-again")]
-    once = [cell for cell in cells if not cell.id.endswith("-again")]
-    text = training_of(again)
-    assert re.search(r"^.*step 20 \| tokens 10,240 \|", text, re.M)
-    assert "Continuing from" not in text
-    first, second = (
-        re.findall(r"([\d,]+) parameters", text_of(part)) for part in (once, again)
-    )
-    assert first[0] == second[0] == "124,439,808" and first[1] != second[1]
+    again = [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
+    line = "load_config(config_path)"
+    changed = "load_config(config_path, n_embd=32, max_steps=20)"
+    for cell in again:
+        cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, changed)
+    cells = run_notebook(tmp_path, *again)[-len(again) :]
+    text = training_of(cells)
+    assert "step 20 | tokens 10,240 |" in text and "Continuing from" not in text
     assert len([*tmp_path.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
 
 
@@ -173,14 +144,14 @@ def test_readme_is_in_step():
 
 
 def test_check_notices_a_stale_readme(tmp_path):
-    shutil.copytree(ROOT / "ci", tmp_path / "ci")
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("ci", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.ipynb", tmp_path)
-    stale = (ROOT / "README.md").read_text().replace("JaxTrainer", "TorchTrainer", 1)
-    (tmp_path / "README.md").write_text(stale)
-    render = tmp_path / "ci/render_readme.py"
-    difference = r"(?s)\n-[^\n]*TorchTrainer.*\n\+[^\n]*JaxTrainer"
-    with pytest.raises(AssertionError, match=difference):
+    page, render = tmp_path / "README.md", tmp_path / "ci/render_readme.py"
+    page.write_text((ROOT / "README.md").read_text().replace("JaxTrainer", "Other", 1))
+    with pytest.raises(
+        AssertionError, match=r"(?s)\n-[^\n]*Other.*\n\+[^\n]*JaxTrainer"
+    ):
         python(render, "--check")
     python(render)
     python(render, "--check")

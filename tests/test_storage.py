@@ -1,9 +1,7 @@
 """Storage on an object store: a real S3 server on this machine."""
 
 import dataclasses
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +12,17 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from accidents import (
-    Accidents,
     answers,
     assert_equal_runs,
     free_port,
+    in_the_background,
+    kill,
     log_of,
     train_loop_of,
     wait_for,
-    worker_of,
 )
 from conftest import start_ray, stop_ray
+from samples import without_a_cluster
 
 import trainkit.checkpoints
 import trainkit.corpus
@@ -35,15 +34,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def requests(tmp_path_factory) -> Path:
-    """What the S3 server was asked for."""
-    return tmp_path_factory.mktemp("server") / "log"
-
-
-@pytest.fixture(scope="module")
-def bucket(requests):
-    """The URL of an empty bucket, which this process and the cluster's may write to."""
-    port = free_port()
+def server(tmp_path_factory):
+    """An S3 server with an empty bucket; gives the log of what it was asked for."""
+    port, requests = free_port(), tmp_path_factory.mktemp("server") / "log"
     server = subprocess.Popen(
         [Path(sys.executable).with_name("moto_server"), "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -56,40 +49,44 @@ def bucket(requests):
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         wait_for(lambda: answers(port), what="the S3 server")
         boto3.client("s3").create_bucket(Bucket="models")
-        stop_ray()  # a new cluster, whose processes have these variables
-        start_ray()
-        yield "s3://models/runs"
-        stop_ray()
+        yield requests
         server.terminate()
 
 
-def kill_while_writing(rank: int):
-    """While a checkpoint is on its way to the disk, before it goes to the store."""
-
-    def harm(config):
-        worker = worker_of(config, rank)  # before, since the store takes a while
-        staging = trainkit.checkpoints.staging(config) / str(rank)
-        wait_for(lambda: any(staging.glob("step_*tmp*")), pause=0.002)
-        os.kill(worker, signal.SIGKILL)
-
-    return harm
+@pytest.fixture
+def bucket(reference, server):
+    """The URL of a folder in the bucket, to which the processes of a new cluster may write."""
+    stop_ray()
+    start_ray()
+    yield "s3://models/runs"
+    stop_ray()
 
 
-def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
+def test_save_kill_resume_prune(tutorial, reference, bucket, server):
     """And the log in the bucket has each step once, though an object can't grow."""
     config = dataclasses.replace(
         reference, run_name="killed", storage_path=bucket, max_steps=48
     )
-    begun = trainkit.checkpoints.list_saved  # there is one to go on from
-    accident = Accidents(config, (begun, kill_while_writing(1)))
-    result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
-    accident.join()
+    staging = trainkit.checkpoints.staging(config)
+
+    def begun() -> bool:  # there is one to go on from
+        return bool(trainkit.checkpoints.list_saved(config))
+
+    def writing() -> bool:  # to the disk, before it goes to the store
+        return any((staging / "1").glob("step_*tmp*"))
+
+    fit = tutorial.make_trainer(config, train_loop_of(tutorial)).fit
+    with in_the_background(fit) as finish:
+        wait_for(begun, pause=0.5, what="a checkpoint")
+        wait_for(writing, pause=0.002, what="another one")
+        kill(config, 1)
+        result = finish()
     assert result.error is None and result.metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 
     # The two workers of a node share a download, once a restart.
     fetched = re.findall(
-        r"GET /models/runs/killed/step_\d+/_METADATA ", requests.read_text()
+        r"GET /models/runs/killed/step_\d+/_METADATA ", server.read_text()
     )
     assert len(fetched) == 1
 
@@ -99,7 +96,7 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     best = sorted(lines, key=lambda line: line["val_loss"])[:2]
     kept = {f"step_{line['step']:08d}" for line in [*best, lines[-1]]}
     assert trainkit.checkpoints.list_folders(config) == sorted(kept, reverse=True)
-    assert list(trainkit.checkpoints.staging(config).glob("*/*")) == []
+    assert list(staging.glob("*/*")) == []
 
     model = trainkit.generate.load_model(
         tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
@@ -107,8 +104,9 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, requests):
     assert model.config.run_path == config.run_path
 
 
-def test_text_in_a_bucket(tutorial, bucket, small):
-    """It is tokenized in the order of the files' names, by tasks of Ray Data."""
+def test_text_in_a_bucket(tutorial, server, small, monkeypatch):
+    """It is tokenized in the order of the files' names."""
+    without_a_cluster(monkeypatch)
     texts = [f"Document {number} of many" for number in range(60)]
     for number in range(3):
         table = pa.table({"body": texts[number * 20 :][:20], "id": range(20)})
@@ -142,7 +140,7 @@ def test_text_in_a_bucket(tutorial, bucket, small):
         trainkit.corpus.read(small(dataset="s3://models/none/*.parquet"))
 
 
-def test_bucket_that_does_not_exist(bucket, small):
+def test_bucket_that_does_not_exist(server, small):
     with pytest.raises(OSError, match="storage_path: cannot write to s3://nowhere/"):
         with trainkit.lock.hold(small(storage_path="s3://nowhere/runs")):
             raise AssertionError

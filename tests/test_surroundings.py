@@ -14,7 +14,7 @@ import pytest
 import ray
 import ray.train.v2.jax
 from accidents import answers, free_port, in_the_background, wait_for
-from conftest import ROOT, stop_ray
+from conftest import ROOT
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
@@ -70,40 +70,14 @@ trainkit.set_up_driver()
 import ray, trainkit.workers
 {cell("ray.init(")}
 """
-ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-
-
-@pytest.fixture
-def address(request) -> str:
-    """Where a run finds its cluster: its own, or one that is there, without a dashboard."""
-    if request.param == "started":
-        yield "local"
-        return
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    yield cluster.address
-    cluster.shutdown()
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
 EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-HERE = [sys.executable]
-NO_PROJECT = ["uv", "run", "--no-project", "python"]
-PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "address, begin, runner, home",
-    [
-        ("started", ALONE, NO_PROJECT, "/proc/none"),
-        pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
-        pytest.param("joined", START, HERE, str(Path.home()), marks=pytest.mark.extra),
-    ],
-    indirect=["address"],
-    ids=["without a dashboard", "started", "joined"],
-)
-def test_a_run_among_others(tmp_path, address, begin, runner, home):
+def test_a_run_among_others(tmp_path):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
 
     Nor do workers see this folder.
@@ -120,18 +94,19 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
-    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
-    variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
+    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": "/proc/none"}
+    variables |= {"RAY_ADDRESS": "local", "NOTE": str(note), "PYTHONPATH": None}
     hide = "import os; os.rename('trainkit', 'elsewhere')"
-    script = begin.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
-    run = partial(python, EXEC, *runner, "-c", script, cwd=tmp_path)
+    start = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
+    script = start.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
+    uv = ["uv", "run", "--no-project", "python"]
+    run = partial(python, EXEC, *uv, "-c", script, cwd=tmp_path)
     with in_the_background(partial(run, **variables)) as finish:
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
         other = Cluster(initialize_head=True, head_node_args=options)
-        time.sleep(10)
+        time.sleep(8)
         other.shutdown()
-        time.sleep(2)
         Path(f"{note}.over").touch()
         finish()
     lines = sorted(line.split() for line in note.read_text().splitlines())
@@ -164,9 +139,8 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
     try:
         wait_for(lambda: answers(port), seconds=60, what="the head")
         where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-        for other in ({"RAY_AUTH_MODE": "disabled"}, token | {"RAY_AUTH_TOKEN": "x"}):
-            with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):
-                python(START, **where | other)
+        with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):
+            python(START, **where, RAY_AUTH_MODE="disabled")
         python(START, **where | token)
     finally:
         for process in (*psutil.Process(head.pid).children(recursive=True), head):
@@ -193,43 +167,15 @@ def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
     assert os.environ[name] == "1"
 
 
-@pytest.mark.slow
-def test_variables_of_jax():
-    """A step, an evaluation, and a text, in a process where JAX is set up in another way."""
-    script = """
-import sys
-sys.path[:0] = ["ci", "tests"]
-import numpy as np
-from notebook_module import load_notebook
-from trainkit.generate import generate_tokens
-tutorial = load_notebook()
-config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2,
-    n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
-    warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
-windows = np.zeros((4, 17), np.uint16)
-state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
-print(metrics, tutorial.eval_step(state.params, windows, config))
-print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
-"""
-    variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1"}
-    variables |= {"JAX_NUMPY_RANK_PROMOTION": "warn", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
-    variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    python(script, **variables)
-
-
 GPUS = [  # that Ray assigned, that are visible, JAX's own setting, visible afterwards
     # Ray 2.60 numbers every worker's GPUs from 0, and tells JAX to take them all.
-    (["0"], "0", "0", "0"),
     (["3"], "0", "0", "3"),
     (["3"], "0", "all", "3"),
-    (["3", "2"], "0,1", "0,1", "2,3"),
     (["10", "9"], "0,1", "all", "9,10"),
     (["3", "2"], "2,3", "0,1", "2,3"),  # called again, or only its own are visible
     # As it may become.
     (["3"], "0,1,2,3,4,5,6,7", "3", "0,1,2,3,4,5,6,7"),  # one is chosen: as for Torch
-    (["0"], "0,1", "0", "0,1"),
-    (["3"], "3", "all", "3"),
-    (["0", "1", "2", "3"], "0,1,2,3", "0,1,2,3", "0,1,2,3"),  # one worker a node
+    (["3"], "0", "1", "0"),
     (["GPU-8f2a"], "GPU-8f2a", "0", "GPU-8f2a"),  # names and not numbers
     (["1"], None, "all", None),
 ]
@@ -246,29 +192,3 @@ def test_gpus_that_a_worker_takes(monkeypatch, assigned, visible, of_jax, expect
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     trainkit.workers.use_assigned_gpus()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
-
-
-def test_an_observer_cannot_end_what_it_observes(capsys):
-    """By an error, or because it hangs."""
-    seen = []
-
-    def send(line):
-        seen.append(line["step"])
-        if line["step"] == 2:
-            raise ConnectionError("gone")
-        if line["step"] == 4:
-            time.sleep(600)
-
-    idle = trainkit.run_log.Observer(print)
-    idle.close()
-    assert not idle.thread.is_alive()
-    observer = trainkit.run_log.Observer(send)
-    for step in (1, 2, 3, 4, 5):
-        observer.lines.put({"step": step})
-    wait_for(lambda: len(seen) == 4, seconds=60, what="the lines")
-    start = time.monotonic()
-    observer.close(seconds=0.5)
-    assert time.monotonic() - start < 30 and observer.thread.daemon
-    assert seen == [1, 2, 3, 4]
-    said = capsys.readouterr().out
-    assert "send failed at step 2; the run continues: ConnectionError('gone')" in said
