@@ -164,17 +164,10 @@ def test_rows_that_cannot_be_followed_are_refused(rule, message):
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):
     """Of two workers with two devices each, the second holds the other half."""
     config, mesh = small(batch_size=8), trainkit.sharding.make_mesh(small())
-
-    class Held:
-        def addressable_devices_indices_map(self, shape):
-            assert shape == (8,)
-            return {
-                "third": (slice(4, 6),),
-                "fourth": (slice(6, 8),),
-                "copy": (slice(4, 6),),
-            }
-
-    monkeypatch.setattr(trainkit.sharding, "batch_sharding", lambda mesh: Held())
+    third, fourth = (slice(4, 6),), (slice(6, 8),)
+    held = {"third": third, "fourth": fourth, "copy": third}
+    sharding = SimpleNamespace(addressable_devices_indices_map={(8,): held}.get)
+    monkeypatch.setattr(trainkit.sharding, "batch_sharding", lambda mesh: sharding)
     assert trainkit.sharding.local_rows(config, mesh).tolist() == [4, 5, 6, 7]
 
 
