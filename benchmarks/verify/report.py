@@ -37,14 +37,12 @@ def tally(report: dict) -> str:
 
 def summary(report: dict) -> str:
     """The report as a row of the table in benchmarks/README.md; a dash wasn't measured."""
-    rows = sum(report["checks"].values(), [])
+    rows, versions = sum(report["checks"].values(), []), report["versions"]
     values = {row["what"]: row.get("value") for row in rows}
     speed, mfu = values.get("tokens/s"), values.get("MFU")
-    shown = [
-        name for name in ("python", "jax", "flax", "ray") if name in report["versions"]
-    ]
-    cells = [report["device"], report["configuration"], report["date"]]
-    cells += [", ".join(f"{name} {report['versions'][name]}" for name in shown)]
+    shown = [name for name in ("python", "jax", "flax", "ray") if name in versions]
+    cells = [report[key] for key in ("device", "configuration", "date")]
+    cells += [", ".join(f"{name} {versions[name]}" for name in shown)]
     cells += [f"{speed:,.0f}" if speed else "-", f"{mfu:.0%}" if mfu else "-"]
     return as_row([*cells, tally(report)])
 

@@ -32,11 +32,12 @@ def device(pytestconfig):
     options, found = pytestconfig.option, importlib.metadata.distributions()
     versions = {each.name: each.version for each in found if each.name in PACKAGES}
     options.report["versions"] = {"python": platform.python_version(), **versions}
-    device = jax.devices()[0]
     if options.rehearse:
         from gpu_compile import virtual_gpus
 
         (device,) = virtual_gpus(options.rehearse, 1)
+    else:
+        device = jax.devices()[0]
     options.report["device"] = f"{jax.local_device_count()} x {device.device_kind}"
     if device.platform == "cpu":
         options.report["device"] = f"{os.cpu_count()}-core {platform.machine()} CPU"
