@@ -152,5 +152,4 @@ def test_attention_kernel(record, base, on_device):
     with jax.default_matmul_precision("highest"):
         exact = run("xla", *(x.astype(jnp.float32) for x in inputs))
     far = max(map(distance, found, exact))
-    what = f"{kernel} attention and its gradients"
-    record(what, f"{far:.1e} off", "0.02 at most", far <= 0.02)
+    record(f"attention: {kernel}", f"{far:.1e} off", "0.02 at most", far <= 0.02)

@@ -71,8 +71,7 @@ def test_run(record, tutorial, base, pytestconfig):
     lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
     shutil.rmtree(folder)
 
-    shape = f"{config.num_workers} x {config.devices_per_worker}"
-    record("workers and their devices", shape)
+    record("workers", f"{config.num_workers} x {config.devices_per_worker} devices")
     first, last = lines[0]["loss"], lines[-1]["loss"]
     record("the loss falls", f"{last:.3f}", f"below {first:.3f}", last < first)
     late = [[x[key] for key in ("step", "loss", "grad_norm")] for x in lines]
