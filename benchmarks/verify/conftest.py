@@ -40,9 +40,9 @@ def pytest_configure(config):
     file = f"{CONFIGS[kind.strip()]}.yaml"
     base = trainkit.config.load_config(common.ROOT / "configs" / file)
     base = common.for_one_device(base, common.parse_changes(options.change))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{options.into}/jax-cache")
     settings = workers.environment(base)
     settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
-    settings["JAX_COMPILATION_CACHE_DIR"] = f"{options.into}/jax-cache"
     if base.platform != "cpu":
         settings["JAX_PLATFORMS"] += ",cpu"  # to compare with
     if options.rehearse:
