@@ -11,7 +11,7 @@ rm -rf "$into"
 options=(--into "$into" --tb=short -p no:cacheprovider -o addopts=)
 options+=(-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true)
 status=0
-for part in device step run; do # in processes of their own, so a crash leaves the others alone
+for part in device run; do # in processes of their own, so a crash leaves the others alone
   TRANSFORMERS_VERBOSITY=error "$python" -m pytest "benchmarks/verify/test_$part.py" \
     "${options[@]}" "$@" || [ $? = 5 ] || status=1 # 5: no test was asked for
 done

@@ -2,7 +2,6 @@
 
 import sys
 
-import pytest
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -46,31 +45,17 @@ backend_config={"known_trip_count":{"n":"5"}}
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def parsed():
-    return program.parse(TEXT)
-
-
-def test_bytes_are_those_of_operands_and_results_in_every_turn(parsed):
+def test_what_a_program_moves_and_communicates_in_all_turns_of_its_loop():
+    parsed = program.parse(TEXT)
     kinds = program.bytes_by_kind(parsed)
-    assert kinds["elementwise"] == 5 * 3 * MIB
+    assert kinds["elementwise"] == 5 * 3 * MIB  # two operands and a result
     assert kinds["collectives"] == 5 * 2 * MIB
     assert kinds["copies"] == kinds["attention"] == 2 * 2 * MIB
-
-
-def test_collectives_say_how_often_they_run(parsed):
-    assert program.collectives(parsed) == [
-        {
-            "kind": "all-reduce",
-            "arrays": "f32[256,1024]",
-            "bytes": MIB,
-            "times": 5,
-            "in_loop": True,
-        }
-    ]
-
-
-def test_scatters_copies_and_the_largest_arrays(parsed):
+    (found,) = program.collectives(parsed)
+    assert found == {
+        **{"kind": "all-reduce", "arrays": "f32[256,1024]", "bytes": MIB},
+        **{"times": 5, "in_loop": True},
+    }
     assert program.scatters(parsed) == ["f32[64,8]"]
     assert program.copies(parsed) == {"bf16[1024,1024]": 4 * MIB}
     assert program.largest(parsed, 2) == ["bf16[1024,1024]", "f32[256,1024]"]

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
 from flax import nnx, traverse_util
 
 import trainkit.config
@@ -162,36 +161,13 @@ def test_rows_that_cannot_be_followed_are_refused(rule, message):
         specs_of((rule,), {"layer/kernel": (4, 3)})
 
 
-def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
-    """Eight in each of four nodes, however many workers a node has."""
-    monkeypatch.setattr(trainkit.sharding.jax.sharding, "Mesh", lambda grid, axes: grid)
-    gpus = [
-        SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(32)
-    ]
-    nodes = np.arange(32).reshape(4, 8)
-    for workers, each in ((32, 1), (4, 8)):
-        changes = {"num_workers": workers, "devices_per_worker": each, "fsdp": 8}
-        config = trainkit.config.load_config(
-            ROOT / "configs/gpt2-7b-gpu.yaml", **changes
-        )
-        grid = trainkit.sharding.make_mesh(config, gpus)[:, :, 0]
-        np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)
-
-
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):
     """Of two workers with two devices each, the second holds the other half."""
     config, mesh = small(batch_size=8), trainkit.sharding.make_mesh(small())
-
-    class Held:
-        def addressable_devices_indices_map(self, shape):
-            assert shape == (8,)
-            return {
-                "third": (slice(4, 6),),
-                "fourth": (slice(6, 8),),
-                "copy": (slice(4, 6),),
-            }
-
-    monkeypatch.setattr(trainkit.sharding, "batch_sharding", lambda mesh: Held())
+    third, fourth = (slice(4, 6),), (slice(6, 8),)
+    held = {"third": third, "fourth": fourth, "copy": third}
+    sharding = SimpleNamespace(addressable_devices_indices_map={(8,): held}.get)
+    monkeypatch.setattr(trainkit.sharding, "batch_sharding", lambda mesh: sharding)
     assert trainkit.sharding.local_rows(config, mesh).tolist() == [4, 5, 6, 7]
 
 

@@ -8,13 +8,11 @@ import pytest
 from conftest import ROOT
 from samples import python
 
-pytestmark = pytest.mark.slow
-
 
 def run(script: str | Path, *arguments: str) -> str:
     """What a process of its own prints."""
-    # And a place of its own for libtpu's lock file, which one process at a time may use, and
-    # for its logs, which any Ray cluster of the machine would show as those of its workers.
+    # A place of its own for libtpu's lock file, which one process at a time may use, and for
+    # its logs, which any Ray cluster of the machine would show as those of its workers.
     with tempfile.TemporaryDirectory() as folder:
         return python(script, *arguments, TMPDIR=folder, TPU_LOG_DIR=folder)
 
@@ -26,6 +24,7 @@ def compile_for_tpu(config: str, *options: str) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_gpt2_124m_compiles_for_a_v6e_slice():
     """With 1 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
     report = compile_for_tpu("gpt2-124m-tpu-v6e.yaml", "n_layer=1")
@@ -69,6 +68,7 @@ for slices, fsdp, tensor in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.extra
 def test_any_mesh_fits_a_slice_and_none_crosses_two():
     shapes = [(1, 1, 1), (1, 16, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2), (2, 8, 2)]
     run(MESHES, json.dumps(shapes))

@@ -71,6 +71,7 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         betas=(config.beta1, config.beta2),
     )
     schedule = tutorial.learning_rate_schedule(config)
+    tutorial.train_step.clear_cache()
     for step, windows in enumerate(windows_for(config, 20)):
         state, metrics = tutorial.train_step(state, windows, config)
         tokens = torch.tensor(windows.astype(np.int64))
@@ -88,6 +89,7 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3), step
         rate = float(metrics["learning_rate"])
         assert rate == pytest.approx(float(schedule(step)), rel=1e-6), step
+    assert tutorial.train_step._cache_size() == 1  # compiled once
     assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
     theirs = dict(peer.transformer.named_parameters())
     for name, array in trainkit.huggingface.to_tensors(config, state.params).items():
@@ -106,10 +108,9 @@ def torch_model(config, params):
     return model.eval()
 
 
-@pytest.mark.parametrize("k", [2, 4])
-def test_accumulation_equals_the_large_batch(tutorial, small, k):
-    config = small(batch_size=8)
-    parts = dataclasses.replace(config, device_batch_size=8 // k)
+def test_accumulation_equals_the_large_batch(tutorial, small):
+    config = small(batch_size=8, n_layer=1)
+    parts = dataclasses.replace(config, device_batch_size=2)
     batches = windows_for(config, 5)
     (whole, losses), (cut, cut_losses) = (
         run(tutorial, c, batches) for c in (config, parts)
@@ -134,32 +135,19 @@ def test_accumulation_costs_one_buffer(tutorial, small):
     assert temporary(8) - temporary(2) < 4 * n_params / 10  # in bytes
 
 
-def test_padding_is_never_trained(tutorial, small):
-    """Only weight decay touches it: no gradient ever does."""
-    config = small()
-    before = tutorial.create_state(config).params["wte"]["embedding"][...]
-    padding = np.asarray(before)[config.vocab_size :]
-    state, _ = run(tutorial, config, windows_for(config, 5))
-    after = state.params["wte"]["embedding"][...][config.vocab_size :]
-    moment = state.opt_state[1][0].mu["wte"]["embedding"][...][config.vocab_size :]
-    assert padding.size and not moment.any()
-    assert np.abs(after).max() <= np.abs(padding).max()
-
-
 def test_step_is_deterministic_and_depends_on_the_step_number(tutorial, small):
-    config = small(dropout=0.3)
+    config = small(dropout=0.3, n_layer=1)
     batches = windows_for(config, 4)
     first, second = (run(tutorial, config, batches) for _ in range(2))
     assert first[1] == second[1]
 
-    def loss(step, seed=config.seed, **changes):
+    def loss(step, seed=config.seed):
         """Of the same weights and windows."""
         state = tutorial.create_state(config)._replace(step=jax.numpy.int32(step))
-        changed = dataclasses.replace(config, seed=seed, **changes)
+        changed = dataclasses.replace(config, seed=seed)
         return float(tutorial.train_step(state, batches[0], changed)[1]["loss"])
 
     assert len({loss(0), loss(1), loss(2), loss(0, seed=1)}) == 4
-    assert loss(0, dropout=0.0) == loss(1, dropout=0.0)
 
 
 def test_evaluation_is_the_mean_of_batches_without_dropout(tutorial, small):
@@ -181,24 +169,9 @@ def test_evaluation_is_the_mean_of_batches_without_dropout(tutorial, small):
     assert tutorial.eval_step._cache_size() == 1  # compiled once
 
 
-def test_memorizes_one_batch(tutorial, small):
-    config = small(learning_rate=1e-2, min_learning_rate=1e-2)
-    windows = np.broadcast_to(windows_for(config, 1), (60, 4, 17))
-    tutorial.train_step.clear_cache()
-    _, losses = run(tutorial, config, windows)
-    assert losses[-1] < 0.5 < 6 < losses[0]
-    assert tutorial.train_step._cache_size() == 1  # compiled once
-
-
-@pytest.mark.parametrize("savings", [{"loss_chunks": 8}, {"scan_layers": True}])
-def test_saving_memory_changes_no_result(tutorial, small, savings):
-    config = small(dropout=0.0 if "scan_layers" in savings else 0.1)
-    saving = dataclasses.replace(config, **savings)
-    windows = windows_for(config, 3)
-    states, losses = zip(*(run(tutorial, c, windows) for c in (config, saving)))
+def test_scanned_blocks_compute_what_the_blocks_compute_one_by_one(tutorial, small):
+    configs, windows = [small(), small(scan_layers=True)], windows_for(small(), 3)
+    states, losses = zip(*(run(tutorial, config, windows) for config in configs))
     np.testing.assert_allclose(losses[1], losses[0], atol=1e-6)
     for a, b in zip(*(jax.tree.leaves(state.params) for state in states)):
-        # Of steps of 0.01. AdamW magnifies how the sum of the chunks is rounded.
-        np.testing.assert_allclose(
-            a, b, atol=1e-5 if "scan_layers" in savings else 1e-4
-        )
+        np.testing.assert_allclose(a, b, atol=1e-5)  # of steps of 0.01

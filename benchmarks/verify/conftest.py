@@ -17,11 +17,7 @@ import report as reports
 
 import trainkit.config
 
-CONFIGS = {
-    "cpu": "smoke.yaml",
-    "gpu": "gpt2-124m.yaml",
-    "tpu": "gpt2-124m-tpu-v6e.yaml",
-}
+CONFIGS = {"cpu": "smoke", "gpu": "gpt2-124m", "tpu": "gpt2-124m-tpu-v6e"}
 
 
 def pytest_addoption(parser):
@@ -41,12 +37,12 @@ def pytest_configure(config):
     options.into.mkdir(parents=True, exist_ok=True)
     find = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     kind = "gpu" if options.rehearse else subprocess.check_output(find, text=True)
-    file = CONFIGS[kind.strip()]
+    file = f"{CONFIGS[kind.strip()]}.yaml"
     base = trainkit.config.load_config(common.ROOT / "configs" / file)
     base = common.for_one_device(base, common.parse_changes(options.change))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{options.into}/jax-cache")
     settings = workers.environment(base)
     settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
-    settings["JAX_COMPILATION_CACHE_DIR"] = f"{options.into}/jax-cache"
     if base.platform != "cpu":
         settings["JAX_PLATFORMS"] += ",cpu"  # to compare with
     if options.rehearse:
@@ -57,23 +53,12 @@ def pytest_configure(config):
             jax.config.update(key.lower(), yaml.safe_load(value))
     if base.platform == "gpu":
         workers.load_cuda_libraries()
-    options.base = base
-    options.report = {
-        "device": "an unknown device",
-        "date": str(datetime.date.today()),
-        "configuration": " ".join([file, *options.change]),
-        "versions": {},
-        "parts": {},
-    }
-    path = options.into / "report.json"
+    options.base, path = base, options.into / "report.json"
+    options.report = {"device": "an unknown device", "versions": {}, "checks": {}}
+    options.report["date"] = str(datetime.date.today())
+    options.report["configuration"] = " ".join([file, *options.change])
     if path.exists():
         options.report = json.loads(path.read_text())
-
-
-@pytest.fixture(scope="session")
-def report(pytestconfig) -> dict:
-    """What is known so far."""
-    return pytestconfig.option.report
 
 
 @pytest.fixture(scope="session")
@@ -87,30 +72,20 @@ def tutorial():
     return notebook_module.load_notebook()
 
 
-@pytest.fixture(scope="session")
-def device(pytestconfig):
-    """The first device; in a rehearsal, one that exists by its description only."""
-    if pytestconfig.option.rehearse:
-        from gpu_compile import virtual_gpus
-
-        return virtual_gpus(pytestconfig.option.rehearse, 1)[0]
-    import jax
-
-    return jax.devices()[0]
-
-
 @pytest.fixture
-def record(request):
+def record(record_property):
     """A function that records what is found; if it isn't as expected, the test fails."""
+    failed = []
 
     def add(what: str, found: str, expected="", passed=True, value=None):
         result = "fail" if not passed else "pass" if expected else "measured"
         row = {"what": what, "expected": expected, "found": found, "result": result}
-        row |= {} if value is None else {"value": value}
-        request.node.user_properties.append(("row", row))
-        assert passed, f"{what}: expected {expected}, found {found}"
+        record_property("row", row | {"value": value})
+        if not passed:
+            failed.append(row)
 
-    return add
+    yield add
+    assert not failed
 
 
 def keep(item, found: str = "", result: str = "fail") -> None:
@@ -119,10 +94,7 @@ def keep(item, found: str = "", result: str = "fail") -> None:
     if found:
         what = item.function.__doc__.splitlines()[0].rstrip(".")
         rows += [{"what": what, "expected": "", "found": found, "result": result}]
-    parts = item.config.option.report["parts"]
-    part = item.path.stem.removeprefix("test_")
-    others = [row for row in parts.get(part, []) if row["test"] != item.name]
-    parts[part] = others + [row | {"test": item.name} for row in rows]
+    item.config.option.report["checks"][item.name] = rows
     reports.write(item.config.option.report, item.config.option.into)
 
 
@@ -134,11 +106,10 @@ def pytest_runtest_setup(item):
 def pytest_runtest_makereport(item, call):
     """Keep what a test that has ended has found, and why, if it broke or was skipped."""
     report = yield
-    said = [row["result"] for _, row in item.user_properties]
     if report.skipped:
         keep(item, call.excinfo.value.msg, "skipped")
-    elif report.failed and "fail" not in said:
+    elif report.failed and call.when != "teardown":
         keep(item, f"{call.excinfo.exconly():.300}")
-    elif report.failed or call.when == "call":
+    elif call.when == "call":
         keep(item)
     return report

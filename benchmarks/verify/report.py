@@ -1,4 +1,4 @@
-"""The report of `bash ci/verify.sh`; run as a script, it prints the pages' table of reports."""
+"""The report of `bash ci/verify.sh`."""
 
 import json
 import os
@@ -7,35 +7,44 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORTS = ROOT / "benchmarks/reports"
 INTRODUCTION = """\
 What GPT-2 in JAX and Ray Train does on this machine, found out by `bash ci/verify.sh`. A \
 check that passes has found what was expected. What is measured has no expectation."""
-TABLE = """\
-| device | configuration | date | versions | tokens/s | MFU | checks |
-|---|---|---|---|---|---|---|"""
+
+
+def as_row(cells) -> str:
+    """A row of a Markdown table."""
+    cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(cells)} |"
+
+
+def as_markdown(report: dict) -> str:
+    """The report for a person who has never seen the project, and its row in the page."""
+    versions = ", ".join(f"{name} {x}" for name, x in report["versions"].items())
+    keys = ["what", "expected", "found", "result"]
+    rows = [[row[key] for key in keys] for row in sum(report["checks"].values(), [])]
+    blocks = f"# {report['device']}: {tally(report)}", INTRODUCTION, versions
+    lines = [as_row(keys), as_row(["---"] * 4), *map(as_row, rows)]
+    return "\n\n".join([*blocks, "\n".join(lines), summary(report)]) + "\n"
 
 
 def tally(report: dict) -> str:
     """How many checks passed, of how many, and how many were skipped."""
-    results = [row["result"] for rows in report["parts"].values() for row in rows]
+    results = [row["result"] for row in sum(report["checks"].values(), [])]
     passed, failed, skipped = map(results.count, ("pass", "fail", "skipped"))
     return f"{passed} of {passed + failed} passed, {skipped} skipped"
 
 
-def as_markdown(report: dict) -> str:
-    """The report for a person who has never seen the project."""
-    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    blocks = [f"# {report['device']}, {report['date']}: {tally(report)}"]
-    blocks += [INTRODUCTION, f"Configuration: {report['configuration']}. {versions}."]
-    for part, rows in report["parts"].items():
-        keys = ("what", "expected", "found", "result")
-        lines = [f"| {' | '.join(keys)} |", "|---|---|---|---|"]
-        for row in rows:
-            cells = [row[key].replace("|", "\\|").replace("\n", " ") for key in keys]
-            lines.append(f"| {' | '.join(cells)} |")
-        blocks += [f"## The {part}", "\n".join(lines)]
-    return "\n\n".join(blocks) + "\n"
+def summary(report: dict) -> str:
+    """The report as a row of the table in benchmarks/README.md; a dash wasn't measured."""
+    rows, versions = sum(report["checks"].values(), []), report["versions"]
+    values = {row["what"]: row.get("value") for row in rows}
+    speed, mfu = values.get("tokens/s"), values.get("MFU")
+    shown = [name for name in ("python", "jax", "flax", "ray") if name in versions]
+    cells = [report[key] for key in ("device", "configuration", "date")]
+    cells += [", ".join(f"{name} {versions[name]}" for name in shown)]
+    cells += [f"{speed:,.0f}" if speed else "-", f"{mfu:.0%}" if mfu else "-"]
+    return as_row([*cells, tally(report)])
 
 
 def write(report: dict, folder: Path) -> None:
@@ -54,25 +63,3 @@ def write(report: dict, folder: Path) -> None:
                     text = text.replace(name, stands_for)
             (folder / file).write_text(text)
             packed.writestr(file, text)
-
-
-def row(report: dict) -> str:
-    """The report's row in the pages' table; what wasn't measured is a dash."""
-    step = {r["what"]: r.get("value") for r in report["parts"].get("step", [])}
-    speed, mfu = step.get("tokens/s"), step.get("MFU")
-    shown = ("python", "jax", "flax", "ray")
-    versions = [f"{n} {v}" for n, v in report["versions"].items() if n in shown]
-    cells = [report["device"], report["configuration"], report["date"]]
-    cells += [", ".join(versions), f"{speed:,.0f}" if speed else "-"]
-    cells += [f"{mfu:.0%}" if mfu else "-", tally(report)]
-    return f"| {' | '.join(cells)} |"
-
-
-def table() -> str:
-    """The pages' table: a row for each report in benchmarks/reports."""
-    found = [json.loads(p.read_text()) for p in sorted(REPORTS.glob("*.json"))]
-    return "\n".join([TABLE, *map(row, found)])
-
-
-if __name__ == "__main__":
-    print(table())
