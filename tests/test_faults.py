@@ -201,7 +201,7 @@ def times_of(config, name: str) -> list[int]:
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("turn", range(20))
 def test_disk_that_fills_up_while_saving(tutorial, cluster, reference, tmp_path, turn):
     """At any byte of any save; then there is room again, and the same cell is run again."""
     rng, save = np.random.default_rng(), 12 * (turn % 6 + 1)

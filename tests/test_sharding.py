@@ -68,7 +68,7 @@ def batches_for(config, numbers):
     """One worker's rows, step by step, of windows with these numbers."""
     for step in np.reshape(numbers, (-1, 1, config.batch_size)):
         tokens = np.repeat(step[..., None], config.block_size + 1, axis=-1)
-        yield {"numbers": step, "tokens": tokens.astype(np.uint16)}
+        yield {"indices": step, "tokens": tokens.astype(np.uint16)}
 
 
 def test_batches_are_those_of_the_numbers_and_one_is_fetched_ahead(small):

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import hashlib
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray.data
+from accidents import wait_for
 from conftest import ROOT
 from samples import shuffled_in_plain_integers, without_a_cluster
 
@@ -40,29 +40,27 @@ def test_other_files_are_left_alone(small, monkeypatch):
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_folder_appears_whole_or_not_at_all(small, tmp_path, error):
     """Where a link leads, if `data_dir` is one; leftovers of killed processes go."""
-    (tmp_path / "disk").mkdir()
-    config = small(data_dir=f"{tmp_path}/link")
+    folder, config = tmp_path / "disk", small(data_dir=f"{tmp_path}/link")
+    folder.mkdir()
     Path(config.data_dir).symlink_to("disk")
-    folder = tmp_path / "disk"
-    with pytest.raises(error):
-        with trainkit.token_files.new_folder(config) as new:
+
+    def left_after_an_error() -> list[Path]:
+        with pytest.raises(error), trainkit.token_files.new_folder(config) as new:
             (new / "train.bin").touch()
             assert new.parent == tmp_path and not [*folder.iterdir()]
             raise error
-    assert not [*tmp_path.glob("*.partial*")] and not [*folder.iterdir()]
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    mine, host = str(os.getpid()), new.name.removesuffix(str(os.getpid()))
-    for left in (f"{host}{ended.pid}", host + mine):  # a container may repeat a number
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "val.bin").touch()
-    others = {f"{host}{os.getppid()}", f"{host}1", f"{host}2-{ended.pid}"}
-    for left in others:  # of processes that run, or of another host
-        (tmp_path / left).mkdir()
+        return [*tmp_path.glob("*.partial*")]
+
+    assert not left_after_an_error() and not [*folder.iterdir()]
+    command = [sys.executable, "-c", PREPARE, "begun", "never", config.data_dir]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        wait_for((tmp_path / "begun").exists)
+        assert len(left_after_an_error()) == 1  # which it writes
+        process.kill()
+    assert not left_after_an_error()
     with trainkit.token_files.new_folder(config) as new:
         (new / "train.bin").touch()
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
-    assert {path.name for path in tmp_path.glob("*.partial*")} == others
     assert Path(config.data_dir).is_symlink()
 
 
@@ -227,7 +225,7 @@ def test_order_of_windows_never_changes(size):
 def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
     """Of 512 windows, or of one step, if it has more."""
     config = write_bins(small(batch_size=rows, eval_steps=1))
-    (parts,) = trainkit.token_files.window_numbers(config, "train", range(steps))
+    (parts,) = trainkit.token_files.window_indices(config, "train", range(steps))
     assert [part.shape for part in parts] == [(size, rows) for size in sizes]
 
 
@@ -235,7 +233,7 @@ def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
     """131,072 in batches of 480 are 273.1 steps; a worker has some rows of each."""
     config, rows = write_bins(small(batch_size=480)), np.array([3, 5])
     steps = range(7, 600_000)
-    lists = trainkit.token_files.window_numbers(config, "train", steps, rows)
+    lists = trainkit.token_files.window_indices(config, "train", steps, rows)
     (first, second) = (np.concatenate(next(lists)) for _ in range(2))
     assert first.shape == (274, 2) and first.dtype == np.int64
     expected = trainkit.token_files.windows_of(config, "train", range(281, 555))
@@ -274,7 +272,7 @@ def test_each_window_once_an_epoch(
     config, notes = write_bins(small(max_steps=63)), tmp_path / "notes"
     tokens = np.fromfile(Path(config.data_dir) / "train.bin", np.uint16)
     windows = (len(tokens) - 1) // config.block_size
-    (numbers,) = trainkit.token_files.window_numbers(config, "train", range(63))
+    (numbers,) = trainkit.token_files.window_indices(config, "train", range(63))
     first, others = numbers[0][0, 0], len(numbers) - 1
     read_part = trainkit.token_files.read
     notes.touch()
@@ -293,7 +291,7 @@ def test_each_window_once_an_epoch(
     assert not ray.data.DataContext.get_current().execution_options.preserve_order
     rows = tutorial.make_token_dataset(config, "train", numbers).take_all()
     assert notes.read_text().split()[others:] == [str(first)] and others > 3
-    found_numbers = [row["numbers"] for row in rows]
+    found_numbers = [row["indices"] for row in rows]
     np.testing.assert_array_equal(found_numbers, np.concatenate(numbers))
     found = np.concatenate([row["tokens"] for row in rows])
     assert found.dtype == np.uint16 and found.shape == (252, config.block_size + 1)
