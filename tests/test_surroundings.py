@@ -14,7 +14,7 @@ import pytest
 import ray
 import ray.train.v2.jax
 from accidents import answers, free_port, in_the_background, wait_for
-from conftest import ROOT
+from conftest import ROOT, stop_ray
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
@@ -70,14 +70,40 @@ trainkit.set_up_driver()
 import ray, trainkit.workers
 {cell("ray.init(")}
 """
+ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
+
+
+@pytest.fixture
+def address(request) -> str:
+    """Where a run finds its cluster: its own, or one that is there, without a dashboard."""
+    if request.param == "started":
+        yield "local"
+        return
+    stop_ray()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    yield cluster.address
+    cluster.shutdown()
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
 EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+HERE = [sys.executable]
+NO_PROJECT = ["uv", "run", "--no-project", "python"]
+PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
 
 @pytest.mark.slow
-def test_a_run_among_others(tmp_path):
+@pytest.mark.parametrize(
+    "address, begin, runner, home",
+    [
+        ("started", ALONE, NO_PROJECT, "/proc/none"),
+        pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
+        pytest.param("joined", START, HERE, str(Path.home()), marks=pytest.mark.extra),
+    ],
+    indirect=["address"],
+    ids=["without a dashboard", "started", "joined"],
+)
+def test_a_run_among_others(tmp_path, address, begin, runner, home):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
 
     Nor do workers see this folder.
@@ -94,13 +120,11 @@ def test_a_run_among_others(tmp_path):
     note = tmp_path / "starts"
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
-    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": "/proc/none"}
-    variables |= {"RAY_ADDRESS": "local", "NOTE": str(note), "PYTHONPATH": None}
+    variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
+    variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
     hide = "import os; os.rename('trainkit', 'elsewhere')"
-    start = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
-    script = start.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
-    uv = ["uv", "run", "--no-project", "python"]
-    run = partial(python, EXEC, *uv, "-c", script, cwd=tmp_path)
+    script = begin.replace("trainkit.check_", f"{hide}\ntrainkit.check_") + SMALL_RUN
+    run = partial(python, EXEC, *runner, "-c", script, cwd=tmp_path)
     with in_the_background(partial(run, **variables)) as finish:
         wait_for(lambda: note.exists() and note.read_text().count("\n") >= 3, 240)
         options = {"include_dashboard": True, "dashboard_port": free_port()}
@@ -165,6 +189,30 @@ def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
     monkeypatch.setenv(name, "1")  # yours
     trainkit.set_up_driver()
     assert os.environ[name] == "1"
+
+
+@pytest.mark.slow
+def test_variables_of_jax():
+    """A step, an evaluation, and a text, in a process where JAX is set up in another way."""
+    script = """
+import sys
+sys.path[:0] = ["ci", "tests"]
+import numpy as np
+from notebook_module import load_notebook
+from trainkit.generate import generate_tokens
+tutorial = load_notebook()
+config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2,
+    n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
+    warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
+windows = np.zeros((4, 17), np.uint16)
+state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
+print(metrics, tutorial.eval_step(state.params, windows, config))
+print(generate_tokens(tutorial.create_model(config), [[1, 2], [3]], 4))
+"""
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1"}
+    variables |= {"JAX_NUMPY_RANK_PROMOTION": "warn", "JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    python(script, **variables)
 
 
 GPUS = [  # that Ray assigned, that are visible, JAX's own setting, visible afterwards
