@@ -1,5 +1,6 @@
 """Checkpoints: whole, pruned, readable for years; what can't be read is passed over."""
 
+import asyncio
 import dataclasses
 import errno
 import hashlib
@@ -22,6 +23,11 @@ import ray.train
 from conftest import read_arrays
 from flax import nnx
 from notebook_module import abstract_state
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+    CheckpointManager,
+)
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 import trainkit.checkpoints
 import trainkit.config
@@ -145,6 +151,28 @@ def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
     assert (checkpointer.config.run_path / FIRST).is_dir()
 
 
+def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
+    """For Ray's own bookkeeping: four evaluations, with four more saves before each."""
+    config, losses = small(), {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
+    kept = tutorial.make_run_config(config).checkpoint_config
+    storage = StorageContext(config.storage_path, config.run_name)
+
+    async def record() -> CheckpointManager:
+        manager = CheckpointManager(kept, storage)
+        for step in range(200, 4_001, 200):
+            (config.run_path / f"step_{step:08d}").mkdir(parents=True)
+            saved = trainkit.checkpoints.in_storage(config, f"step_{step:08d}")
+            line = {"val_loss": losses[step]} if step in losses else {}
+            line = trainkit.checkpoints.NOT_EVALUATED | line
+            manager.register_checkpoint(_TrainingReport(saved, line, False))
+        return manager
+
+    manager = asyncio.run(record())
+    left = map(trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config))
+    assert [*left] == [4_000, 3_000, 2_000]
+    assert manager.best_checkpoint_result.metrics["val_loss"] == 2.5
+
+
 def test_saves_between_evaluations(small, recorded, monkeypatch):
     """At the interval; and once, when Ray gives notice that a machine will go."""
     now, asked = [0.0], []
@@ -258,6 +286,7 @@ def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses, monkey
         with pytest.raises(PermissionError):
             restore()
         assert 60 < sum(pauses) < 70
+    assert restore()[0] == 20  # with the right credentials
     for name in (FIRST, SECOND):
         cut_off(Path(checkpointer.config.run_path / name))
     match = f"(?s)No checkpoint.*{SECOND} on .*Error.*{FIRST} on .*Error"

@@ -102,6 +102,7 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     ({"fsdp": 4}, "fsdp (4): expected to divide 2 devices with tensor_parallel (1)"),
     ({"tensor_parallel": 4}, "fsdp (1): |2 devices with tensor_parallel (4)"),
     (THIRDS, "tensor_parallel (3): expected a divisor of padded_vocab_size (2048)"),
+    ({"n_embd": 130}, "n_head (4): expected a divisor of n_embd (130)"),
     ({"tensor_parallel": 8}, "tensor_parallel (8): expected a divisor of n_head (4)"),
     # Elastic ranges, of which Ray may start any number.
     ({"num_workers": [4, 2]}, "num_workers ((4, 2)): |[2, 4]"),
@@ -287,3 +288,11 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch, text, words):
         load_config("mine.yaml")
     assert "mine.yaml" in str(error.value) and words in str(error.value)
     assert [*map(str, Path().iterdir())] == ["mine.yaml"]
+
+
+def test_stories_are_the_same_on_gpus_and_tpus():
+    paths = [ROOT / f"configs/stories{end}.yaml" for end in ("", "-tpu-v6e")]
+    one, other = (dataclasses.asdict(load_config(path)) for path in paths)
+    recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
+    assert all(one[key] == other[key] for key in (*recipe, "max_steps"))
+    assert one["max_steps"] == one["decay_steps"]

@@ -55,6 +55,7 @@ def loop_that_cannot_read(tutorial):
         def load_older(config, name, target):
             asked.append(name)
             if name == asked[0]:
+                (config.run_path / "not-read").touch()
                 raise OSError(errno.ESTALE, "Stale file handle")
             return load(config, name, target)
 
@@ -93,7 +94,7 @@ def test_one_accident_after_the_other(tutorial, reference, two_nodes):
         kill_controller()
         with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
             result()
-    assert world_sizes(config) == [2, 2]
+    assert world_sizes(config) == [2, 2] and (config.run_path / "not-read").exists()
     yours = ray.util.placement_group([{"CPU": 1}])
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()  # it goes on
     all_but_yours = ray.cluster_resources()["CPU"] - 1

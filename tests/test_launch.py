@@ -21,7 +21,7 @@ import trainkit.token_files
 import trainkit.workers
 
 PROGRAM = """
-import functools, sys, types
+import functools, os, sys, types
 from typing import NamedTuple
 import jax, jax.numpy as jnp, numpy as np, optax
 
@@ -67,6 +67,13 @@ KINDS = {'mine': lambda x: ACT(x)} | KINDS['mine'](x)
 SCALES = np.ones((3, 999)) * NUMBER | x @ SCALES
 SCALES = jnp.asarray(TABLE) | x @ SCALES
 rate = optax.cosine_decay_schedule(1.0, RATE) | rate(3) * x
+act = functools.partial(jnp.clip, max=NUMBER) | act(x)
+def make(y): return lambda x: x * y; act = make(NUMBER) | act(x)
+class Base: act = lambda self, x: ACT(x); class Derived(Base): pass | Derived().act(x)
+class Act: act = property(lambda self: ACT) | Act().act(x)
+twice = lambda f: lambda x: f(NUMBER * x); @twice; def act(x): return -x | act(x)
+0 | jax.lax.cond(x.sum() > 0, ACT, jnp.abs, x)
+os.environ['TEST_SCALE'] = str(NUMBER) | x * float(os.environ['TEST_SCALE'])
 sys.modules['acts'] = types.SimpleNamespace(act=ACT); import acts | acts.act(x)
 def act(x, y=NUMBER): return x * y | act(x)
 act = jax.custom_vjp(jnp.abs); act.defvjp(lambda x: (x, 0), lambda _, g: (NUMBER * g,)) | act(x)
@@ -373,11 +380,13 @@ def worker(monkeypatch):
     monkeypatch.setattr(trainkit.lock, "joined", {})
 
 
-@pytest.mark.parametrize("kind", ["validation", "nothing"])
+@pytest.mark.parametrize("kind", ["another seed", "validation", "nothing"])
 def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path, kind):
     """With both values, and its name; unless the run streams its text."""
     config = write_bins(small())
     there = dataclasses.replace(config, data_dir=str(tmp_path / "there"))
+    if kind == "another seed":
+        write_bins(there, seed=1)
     if kind == "validation":
         write_bins(there, val_tokens=400)
     ran, tokens = [], trainkit.token_files.digest(config)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 from flax import nnx, traverse_util
 
 import trainkit.config
@@ -159,6 +160,22 @@ def test_the_first_row_that_fits_counts():
 def test_rows_that_cannot_be_followed_are_refused(rule, message):
     with pytest.raises(ValueError, match=f"SHARDING_RULES: .*{message}"):
         specs_of((rule,), {"layer/kernel": (4, 3)})
+
+
+def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
+    """Eight in each of four nodes, however many workers a node has."""
+    monkeypatch.setattr(trainkit.sharding.jax.sharding, "Mesh", lambda grid, axes: grid)
+    gpus = [
+        SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(32)
+    ]
+    nodes = np.arange(32).reshape(4, 8)
+    for workers, each in ((32, 1), (4, 8)):
+        changes = {"num_workers": workers, "devices_per_worker": each, "fsdp": 8}
+        config = trainkit.config.load_config(
+            ROOT / "configs/gpt2-7b-gpu.yaml", **changes
+        )
+        grid = trainkit.sharding.make_mesh(config, gpus)[:, :, 0]
+        np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)
 
 
 def test_rows_of_a_worker_are_those_of_its_devices(small, monkeypatch):

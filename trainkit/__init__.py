@@ -43,7 +43,7 @@ NOISE = (
     r"Requesting resources|Attempting to start|Reporting training|PreemptionWatcher",
     r"PyTorch was not found|exclude_resources|preemption_sync|_service_agent|GRPC error info",
     r"^:UNKNOWN:Error|^\t(class_name|actor_id|pid|namespace|ip): |^The actor is dead because",
-    r"^[IW]\d{4} [\d:.]+ |^Log (file|line)|^Running on machine|^Binary: Built",  # of libtpu
+    r"^I\d{4} [\d:.]+ |tpu_version_flag|^Log (file|line)|^Running on machine|^Binary: Built",
     r"\*\*\* (Check|SIGABRT)|PC: @| @ +0x|Python error: Abort|Extension modules: |^, \w+\._",
 )
 

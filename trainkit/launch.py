@@ -99,9 +99,9 @@ def describe(config, programs: tuple, environment: dict) -> dict:
     if "train" in now["tokens"]:  # or the run streams its text
         second = token_files.count_windows(config, "train") // config.batch_size + 1
         for n in (0, second, config.max_steps - 1):  # `second`: of the second epoch
-            numbers = token_files.windows_of(config, "train", range(n, n + 1))
-            hashed = zlib.crc32(numbers.tobytes())
-            now["windows"][f"step {n}"] = f"{numbers[0, :4]} ... {hashed:08x}"
+            indices = token_files.windows_of(config, "train", range(n, n + 1))
+            hashed = zlib.crc32(indices.tobytes())
+            now["windows"][f"step {n}"] = f"{indices[0, :4]} ... {hashed:08x}"
     return now | ray.get(translated)
 
 

@@ -16,19 +16,19 @@ import math
 import os
 import re
 import shutil
-import uuid
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from trainkit import tokenizers
 
 WINDOWS_IN_RANGE = 2**17  # that Ray Data plans
 WINDOWS_AT_ONCE = 512  # that a task reads: 1 MB at GPT-2's block_size
 SAMPLE = 2**16  # bytes
-LOCK = "writer.lock"
+DAY = 24 * 3600  # seconds
 OTHERS = {  # what other files begin with
     rb"[\t-\x7f]*\Z": "text: set dataset to it, and data_dir to another folder",
     rb"\x93NUMPY": "a file of numpy.save: write the array with tofile",
@@ -88,26 +88,26 @@ def new_folder(config) -> Iterator[Path]:
     process has made `data_dir` meanwhile, its files stay.
     """
     folder = Path(config.data_dir).resolve()  # a link stays one
-    prefix = f"{folder.name}.partial-"
-    for lock in folder.parent.glob(f"{glob.escape(prefix)}*/{LOCK}"):
-        # Or its process, on whatever node, still writes the folder.
-        with contextlib.suppress(Timeout, OSError), FileLock(lock, 0):
-            shutil.rmtree(lock.parent)
-    partial = folder.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
+    prefix, host = f"{folder.name}.partial-", socket.gethostname()
+    for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        owner, _, process = old.name.removeprefix(prefix).rpartition("-")
+        # It was killed, perhaps with this process's number; of other hosts, only time tells.
+        dead = process == str(os.getpid()) or not is_running(process)
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            written = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+            if dead if owner == host else written < time.time() - DAY:
+                shutil.rmtree(old)
+    partial = folder.with_name(f"{prefix}{host}-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        with FileLock(partial / LOCK):
-            yield partial
-            (partial / LOCK).unlink()
-            try:
-                partial.rename(folder)
-            except OSError:
-                if not (folder / "manifest.json").exists():
-                    raise
-                shutil.rmtree(partial)
-                print(
-                    f"Another process has made {folder} meanwhile; its files are used."
-                )
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not (folder / "manifest.json").exists():
+                raise
+            shutil.rmtree(partial)
+            print(f"Another process has made {folder} meanwhile; its files are used.")
     except BaseException:  # a full disk, say: leave it as it was
         shutil.rmtree(partial)
         raise
@@ -311,3 +311,14 @@ def read(config, split: str, indices: np.ndarray) -> np.ndarray:
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{path} ended, or couldn't be read, in window {window}")
     return tokens.reshape(*indices.shape, T + 1)
+
+
+def is_running(process: str) -> bool:
+    """Whether this machine has a process of that number; of what is no number, perhaps."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):  # another user's, or of no number
+        pass
+    return True

@@ -28,6 +28,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Set the environment as a worker has it, before this process looks for devices."""
+    if notebook_module.HAS_RAY:
+        os.environ["RAY_ADDRESS"] = "local"  # a cluster of its own
+        trainkit.set_up_driver()  # before Ray is imported
     import jax
 
     from trainkit import workers
@@ -40,7 +43,8 @@ def pytest_configure(config):
     file = f"{CONFIGS[kind.strip()]}.yaml"
     base = trainkit.config.load_config(common.ROOT / "configs" / file)
     base = common.for_one_device(base, common.parse_changes(options.change))
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{options.into}/jax-cache")
+    options.cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = options.cache or f"{options.into}/cache"
     settings = workers.environment(base)
     settings.pop("LD_LIBRARY_PATH", None)  # which Ray would expand on a node
     if base.platform != "cpu":

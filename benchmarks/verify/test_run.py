@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import statistics
-from functools import partial
 from pathlib import Path
 
 import common
@@ -14,8 +13,6 @@ import jax
 import notebook_module
 import numpy as np
 import pytest
-
-import trainkit
 
 STEPS, SAVED, KILLED, LOGGED = 40, 20, 35, 5
 ALONE = (10, 15)  # lines of the log of steps before which nothing is compiled or saved
@@ -50,7 +47,6 @@ def test_run(record, tutorial, base, pytestconfig):
     if options.rehearse:
         pytest.skip("nothing runs in a rehearsal")
     shutil.rmtree(folder := options.into / "run", ignore_errors=True)
-    trainkit.set_up_driver()
     jax.config.update("jax_platforms", "cpu")  # as the notebook's own process
     common.start_ray("local", include_dashboard=False)
     available = int(ray.cluster_resources().get(platform.upper(), 0))
@@ -65,13 +61,26 @@ def test_run(record, tutorial, base, pytestconfig):
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop = partial(tutorial.train_loop_per_worker, send=note)
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings: dict) -> None:
+        """The notebook's; afterwards, each worker notes the devices that it has had."""
+        train_loop(settings, send=note)
+        me = jax.process_index()
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES", f"those of process {me}")
+        had = f"{jax.default_backend()}, {jax.local_device_count()}: {mine}"
+        (folder / f"worker-{me}").write_text(had)
+
     tutorial.make_trainer(config, loop).fit()
     ray.shutdown()
     lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+    had = {path.read_text() for path in folder.glob("worker-*")}
     shutil.rmtree(folder)
 
-    record("workers", f"{config.num_workers} x {config.devices_per_worker} devices")
+    kind = f"{platform}, {config.devices_per_worker}: "
+    own = len(had) == config.num_workers and all(x.startswith(kind) for x in had)
+    expected = f"{config.num_workers} workers, each with devices of its own"
+    record("workers", "; ".join(sorted(had)), expected, own)
     first, last = lines[0]["loss"], lines[-1]["loss"]
     record("the loss falls", f"{last:.3f}", f"below {first:.3f}", last < first)
     late = [[x[key] for key in ("step", "loss", "grad_norm")] for x in lines]
@@ -86,7 +95,9 @@ def test_run(record, tutorial, base, pytestconfig):
         speeds = [line["tokens_per_s"] for line in lines if line["step"] in ALONE]
         devices = config.num_workers * config.devices_per_worker
         ratio = statistics.median(speeds) / alone / devices
-        text = f"{ratio:.2f} of the speed of {devices} steps alone"
+        text = (
+            f"{ratio:.2f} of the speed of {devices} devices, each with its step alone"
+        )
         # On CPUs, all share the same cores.
         expected = "" if platform == "cpu" else "at least 0.80"
         passed = not expected or ratio >= 0.8
