@@ -48,6 +48,7 @@ def test_the_whole_command_on_two_cores(tmp_path):
         "the gradients in float32",
         "the loss in bfloat16",
         "the gradients in bfloat16",
+        "workers",
         "the loss falls",
         "a worker is killed, and the run continues",
     }
