@@ -30,8 +30,8 @@ LOCK = "uv pip compile requirements.txt --output-file python_depset.lock"
 
 def carried_files() -> dict[str, str]:
     """Which of our files are carried, and where to; of the images, those shown."""
-    own = ["README.ipynb", "README.md", "docs/guide.md"]
-    pages = "".join((ROOT / page).read_text() for page in own[1:])
+    own = ["README.ipynb", "LICENSE", "README.md", "docs/guide.md"]
+    pages = "".join((ROOT / page).read_text() for page in own[2:])
     own += sorted(set(re.findall(r"images/[\w-]+\.\w+", pages)))
     patterns = ("trainkit/*.py", "trainkit/*.json", "requirements-*.txt")
     for pattern in (*patterns, "configs/*.yaml", "configs/compute/kube*.yaml"):

@@ -18,7 +18,8 @@ import tiktoken
 import tokenizers
 
 GPT2 = "gpt2"
-BUILTIN = "builtin"  # 2,048 tokens, made by ci/make_vocabulary.py
+# 2,048 tokens, trained by ci/make_vocabulary.py on Python's help pages (PSF License)
+BUILTIN = "builtin"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which end a text
 LONGEST_SPACE = 900_000  # characters; tiktoken takes no run of a million
 PROSE = "The value of a function isn't 3.14 or 2,048: it depends on HOW you call it.\n"
