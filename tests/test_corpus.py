@@ -499,6 +499,15 @@ def test_local_files_byte_for_byte(tutorial, small, tmp_path, suffix, monkeypatc
         assert files == counts
 
 
+def test_a_document_that_no_machine_tokenizes_is_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainkit.corpus, "LARGEST", 9)
+    put(tmp_path, **{"a.jsonl": '{"text": "123456789"}\n{"text": "1234567890"}'})
+    with pytest.raises(
+        ValueError, match="a.jsonl .* after 1 .* more than 9 characters"
+    ):
+        read_here(small(dataset=f"{tmp_path}/a.jsonl"))
+
+
 def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
     """In order, however the tasks finish: the first has 3 MB, and 300 others a line.
 

@@ -47,7 +47,10 @@ def test_a_folder_appears_whole_or_not_at_all(small, tmp_path, error):
     Path(config.data_dir).symlink_to("disk")
 
     def left_after_an_error() -> list[Path]:
-        with pytest.raises(error), trainkit.token_files.new_folder(config) as new:
+        with (
+            pytest.raises(error),
+            trainkit.token_files.new_folder(config.data_dir) as new,
+        ):
             (new / "train.bin").touch()
             assert new.parent == tmp_path and not [*folder.iterdir()]
             raise error
@@ -68,7 +71,7 @@ def test_a_folder_appears_whole_or_not_at_all(small, tmp_path, error):
         os.utime(tmp_path / f"{prefix}{path}", times=(0, 0))
     left = {path.name.removeprefix(prefix) for path in left_after_an_error()}
     assert left == stay
-    with trainkit.token_files.new_folder(config) as new:
+    with trainkit.token_files.new_folder(config.data_dir) as new:
         (new / "train.bin").touch()
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
     assert Path(config.data_dir).is_symlink()
@@ -78,7 +81,7 @@ PREPARE = """
 import sys, time, trainkit.config, trainkit.token_files
 me, other, data_dir = sys.argv[1:]
 config = trainkit.config.TrainingConfig(data_dir=data_dir)
-with trainkit.token_files.new_folder(config) as folder:
+with trainkit.token_files.new_folder(config.data_dir) as folder:
     (folder.parent / me).touch()
     while not (folder.parent / other).exists():
         time.sleep(0.02)
@@ -240,14 +243,19 @@ def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
 
 
 def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
-    """131,072 in batches of 480 are 273.1 steps; a worker has some rows of each."""
-    config, rows = write_bins(small(batch_size=480)), np.array([3, 5])
-    steps = range(7, 600_000)
-    lists = trainkit.token_files.window_indices(config, "train", steps, rows)
-    (first, second) = (np.concatenate(next(lists)) for _ in range(2))
-    assert first.shape == (274, 2) and first.dtype == np.int64
-    expected = trainkit.token_files.windows_of(config, "train", range(281, 555))
-    np.testing.assert_array_equal(second, expected[:, rows])
+    """131,072 are those of 273.1 batches of 480; a worker has some rows of more batches."""
+    config, rows = write_bins(small(batch_size=480)), np.arange(3, 483, 2) % 480
+    for own, size in ((None, 274), (rows, 547)):
+        steps = range(7, 600_000)
+        lists = trainkit.token_files.window_indices(config, "train", steps, own)
+        (first, second) = (np.concatenate(next(lists)) for _ in range(2))
+        assert first.shape == (size, 480 // (1 + (own is rows)))
+        steps = range(7 + size, 7 + 2 * size)
+        expected = trainkit.token_files.windows_of(config, "train", steps)
+        np.testing.assert_array_equal(
+            second, expected if own is None else expected[:, own]
+        )
+    assert first.dtype == np.int64
     val = trainkit.token_files.windows_of(config, "val", range(1))[0]
     np.testing.assert_array_equal(val, np.arange(480) % 25)  # not shuffled
 

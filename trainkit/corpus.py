@@ -40,6 +40,7 @@ FORMATS = {
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 HUB = "hub:"  # before a folder that has the form of a dataset of the hub
 SPLIT_SEED = 2357  # nanoGPT's
+LARGEST = 2**30  # characters of a document, whose tokens take ten times the memory
 TASK = 2**23  # bytes of text that a task reads, about
 
 
@@ -92,7 +93,6 @@ def describe(config, tokenize: Callable, first: list[str]) -> dict:
             found = type(error).__name__
         hashed.update(repr(found).encode())
     return {key: getattr(config, key) for key in keys} | {
-        "tokenizer": config.tokenizer,
         "tokenizer_identity": tokenizers.identity(config.tokenizer),
         "what tokenize does": hashed.hexdigest(),
         "dtype": config.token_dtype,
@@ -166,6 +166,8 @@ def texts_in(system, path: str, column: str) -> Iterator[str]:
                 if not isinstance(text := row.get(column), str):
                     raise TypeError(f"found {text!r:.60}, in the columns {[*row]}")
                 text.encode()  # or it is none
+                if len(text) > LARGEST:
+                    raise ValueError(f"it has more than {LARGEST:,} characters; cut it")
                 yield text
                 count += 1
         if not count and "json" in kind:
@@ -396,8 +398,8 @@ def write(config, tokenized: ray.data.Dataset, tokenize: Callable) -> dict:
         files, texts = {}, next(iter(load(config).values()))[column]
     first = [text[:1_000] for text in itertools.islice(texts, 100)]
     tokenizers.check(tokenizers.load(config.tokenizer), first, config.tokenizer)
-    source |= describe(config, tokenize, first)
-    with token_files.new_folder(config) as folder:
+    source |= describe(config, tokenize, first) | {"tokenizer": config.tokenizer}
+    with token_files.new_folder(config.data_dir) as folder:
         try:
             found = write_tokens(config, folder, tokenized, [*files])
         except OSError as error:

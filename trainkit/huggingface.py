@@ -5,11 +5,9 @@ GPT-2's parameters have the names that Hugging Face gives them, except that it c
 key, and value side by side, as `c_attn`.
 """
 
-import base64
 import contextlib
 import json
 import re
-import tempfile
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from huggingface_hub import snapshot_download
 from safetensors.numpy import load_file, save_file
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from trainkit import tokenizers
+from trainkit import token_files, tokenizers
 
 # What a GPT-2 has to say of itself as transformers' own defaults do.
 COMMON = ["model_type", "activation_function", "layer_norm_epsilon", "n_inner"]
@@ -136,8 +134,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     if index.exists():
         with reading(index):
             files = set(dict(json.loads(index.read_text())["weight_map"]).values())
-    for path in sorted(folder / Path(file).name for file in files):
+    for file in sorted(files):
+        path = folder / file
         with reading(path):
+            if path.parent != folder:
+                raise ValueError("the index names it outside of the folder")
             found = load_file(path)
         for name, tensor in found.items():
             name = name.removeprefix("transformer.")
@@ -229,30 +230,30 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     Raises:
         FileExistsError: the folder is not empty.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty. Choose another folder.")
     config = model.config
     tensors = to_tensors(config, nnx.state(model, nnx.Param))
     tensors = {f"transformer.{name}": np.asarray(x) for name, x in tensors.items()}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
-    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = tokenizers.load(config.tokenizer)
-    fits = config.vocab_size == tokenizer.n_vocab
     end = dict.fromkeys(("bos_token_id", "eos_token_id"))
-    if fits:
-        end = dict.fromkeys(end, tokenizer.eot_token)
-        their_tokenizer(tokenizer).save_pretrained(staging)
-    else:
-        print(
-            f"{folder} has no tokenizer: {config.tokenizer} has {tokenizer.n_vocab:,} tokens, "
-            f"and vocab_size is {config.vocab_size:,}. Add the one that made the tokens."
-        )
-    their_config(config, **end).save_pretrained(staging)
-    transformers.GenerationConfig(**end).save_pretrained(staging)
-    staging.chmod(0o755)
-    return staging.replace(folder)
+    with token_files.new_folder(folder) as new:
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        readable = new.stat().st_mode & 0o666  # by whom the folder is, not by us alone
+        (new / "model.safetensors").chmod(readable)
+        tokenizer = tokenizers.load(config.tokenizer)
+        if config.vocab_size == tokenizer.n_vocab:
+            end = dict.fromkeys(end, tokenizer.eot_token)
+            their_tokenizer(tokenizer).save_pretrained(new)
+        else:
+            print(
+                f"{folder} has no tokenizer: {config.tokenizer} has {tokenizer.n_vocab:,} "
+                f"tokens, and vocab_size is {config.vocab_size:,}. Add the one that made the "
+                "tokens."
+            )
+        their_config(config, **end).save_pretrained(new)
+        transformers.GenerationConfig(**end).save_pretrained(new)
+    return folder
 
 
 def their_config(config, **others) -> transformers.GPT2Config:
@@ -268,20 +269,24 @@ def their_config(config, **others) -> transformers.GPT2Config:
     )
 
 
+class ConverterOfRanks(TikTokenConverter):
+    """Takes tokens and their ranks as they are, in place of a file of tiktoken's."""
+
+    load_tiktoken_bpe = staticmethod(dict)
+
+
 def their_tokenizer(tokenizer) -> transformers.PreTrainedTokenizerFast:
     """The same tokenizer, as `trainkit.tokenizers` loads them, for the transformers library."""
     if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
         inner = tokenizer.tokenizer
     else:
-        with tempfile.NamedTemporaryFile("w") as file:  # in tiktoken's own format
-            for token, rank in tokenizer._mergeable_ranks.items():
-                file.write(f"{base64.b64encode(token).decode()} {rank}\n")
-            file.flush()
-            inner = TikTokenConverter(
-                vocab_file=file.name,
-                pattern=tokenizer._pat_str,
-                extra_special_tokens=tokenizer._special_tokens,
-            ).converted()
+        special = tokenizer._special_tokens
+        ids = {token.encode(): id for token, id in special.items()}
+        inner = ConverterOfRanks(
+            vocab_file=tokenizer._mergeable_ranks | ids,
+            pattern=tokenizer._pat_str,
+            extra_special_tokens=special,
+        ).converted()
     end = inner.id_to_token(tokenizer.eot_token)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token=end, eos_token=end

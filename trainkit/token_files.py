@@ -81,13 +81,13 @@ def read_manifest(folder: Path) -> dict:
 
 
 @contextlib.contextmanager
-def new_folder(config) -> Iterator[Path]:
-    """A folder to write in, which becomes `config.data_dir` if all goes well.
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `folder` if all goes well.
 
     An interrupted run leaves nothing behind that could pass for a finished one. If another
-    process has made `data_dir` meanwhile, its files stay.
+    process has made `folder` meanwhile, with a manifest, its files stay.
     """
-    folder = Path(config.data_dir).resolve()  # a link stays one
+    folder = Path(folder).resolve()  # a link stays one
     prefix, host = f"{folder.name}.partial-", socket.gethostname()
     for old in folder.parent.glob(f"{glob.escape(prefix)}*"):
         owner, _, process = old.name.removeprefix(prefix).rpartition("-")
@@ -288,7 +288,8 @@ def window_indices(
     A task of Ray Data reads an array, in advance. A list becomes a dataset, since Ray Data
     plans all tasks of a dataset before the first starts.
     """
-    stride = math.ceil(WINDOWS_IN_RANGE / config.batch_size)
+    rows = np.arange(config.batch_size) if rows is None else rows
+    stride = math.ceil(WINDOWS_IN_RANGE / len(rows))
     for start in range(0, len(steps), stride):
         indices = windows_of(config, split, steps[start : start + stride], rows)
         each = max(WINDOWS_AT_ONCE // indices.shape[1], 1)
