@@ -21,6 +21,7 @@ import pytest
 import ray
 import ray.train
 from conftest import read_arrays
+from etils import epath
 from flax import nnx
 from notebook_module import abstract_state
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
@@ -151,6 +152,14 @@ def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
     assert (checkpointer.config.run_path / FIRST).is_dir()
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    path = epath.Path(tmp_path) / "metrics.jsonl"
+    (path / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError):
+        trainkit.checkpoints.write_whole(path, "text")
+    assert [*tmp_path.iterdir()] == [tmp_path / path.name]
+
+
 def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):
     """For Ray's own bookkeeping: four evaluations, with four more saves before each."""
     config, losses = small(), {1_000: 3.0, 2_000: 2.5, 3_000: 2.9, 4_000: 3.3}
@@ -178,8 +187,8 @@ def test_saves_between_evaluations(small, recorded, monkeypatch):
     now, asked = [0.0], []
     monkeypatch.setattr(trainkit.checkpoints.time, "monotonic", lambda: now[0])
 
-    def due(seconds: float, notice: float, steps: int, **changes) -> list[int]:
-        """Of steps that take so many seconds, with a notice at some time."""
+    def due(seconds, notice, steps: int, start: int = 0, **changes) -> list[int]:
+        """Of so many steps, which take some seconds each, with a notice at some time."""
 
         def ask():
             asked.append(step)
@@ -189,15 +198,17 @@ def test_saves_between_evaluations(small, recorded, monkeypatch):
         asked.clear()
         monkeypatch.setattr(ray.train, "get_preemption_info", ask)
         checkpointer = trainkit.checkpoints.Checkpointer(small(**changes))
-        for step in range(1, steps + 1):
+        for step in range(start + 1, start + steps + 1):
             now[0] += seconds
             found += [step] if checkpointer.is_due(step) else []
         return found
 
-    assert due(0.1, math.inf, 20) == [] and asked == [1, 11]
-    assert due(0.1, 1.5, 100, checkpoint_interval=25) == [21, 25, 50, 75, 100]
-    # Of slow steps, each: a notice comes half a minute before.
-    assert due(10.0, 95.0, 12) == [10] and asked == [*range(1, 11)]
+    assert due(0.1, math.inf, 25) == [] and asked == [1, 2, 12, 22]
+    assert due(0.1, 1.5, 100, checkpoint_interval=25) == [22, 25, 50, 75, 100]
+    # Of slow steps, each: a notice comes half a minute before, also to a run that goes on.
+    for start in (0, 10_000):
+        assert due(10.0, 95.0, 12, start) == [start + 10]
+        assert asked == [*range(start + 1, start + 11)]
 
 
 # Reading.

@@ -204,10 +204,10 @@ def test_an_observer_cannot_end_what_it_observes(capsys):
     seen = []
 
     def send(line):
-        seen.append(line["step"])
-        if line["step"] == 2:
+        seen.append(step := line.pop("step"))
+        if step == 2:
             raise ConnectionError("gone")
-        if line["step"] == 4:
+        if step == 4:
             time.sleep(600)
 
     observer = trainkit.run_log.Observer(send)

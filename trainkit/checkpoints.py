@@ -75,7 +75,7 @@ class Checkpointer:
         self.config, self.orbax = config, create_writer(config)
         self.thread, self.saving = ThreadPoolExecutor(1), None
         self.noticed = False  # that a machine will be taken away
-        self.asked, self.ask_at = (0, time.monotonic()), 0
+        self.asked, self.ask_at = None, 0  # when the last time was, and the next step
         if config.remote:
             # What a worker that was killed left, of whatever rank.
             shutil.rmtree(staging(config), ignore_errors=True)
@@ -93,8 +93,9 @@ class Checkpointer:
         if self.noticed or step < self.ask_at:
             return False
         self.noticed = ray.train.get_preemption_info() is not None
-        (before, then), self.asked = self.asked, (step, time.monotonic())
-        pace = (step - before) / (self.asked[1] - then)  # steps a second
+        before, then = self.asked or (step, -math.inf)
+        self.asked = step, time.monotonic()
+        pace = (step - before) / (self.asked[1] - then)  # steps a second; at first, 0
         wait = min(10, math.ceil(5 * pace))
         self.ask_at = step + ray.train.collective.broadcast_from_rank_zero(wait)
         if self.noticed and jax.process_index() == 0:
@@ -124,9 +125,10 @@ class Checkpointer:
             if config.remote:
                 delete = stored.filesystem.delete_dir_contents
                 retry(delete, stored.path, missing_dir_ok=True)
-            else:  # Ray would end the run over one that somebody has deleted
-                for other in recorded - {name}:
-                    (config.run_path / other).mkdir(exist_ok=True)
+            others = [in_storage(config, other).path for other in recorded - {name}]
+            for found in retry(stored.filesystem.get_file_info, others):
+                if found.type == pyarrow.fs.FileType.NotFound:  # Ray would end the run
+                    retry(stored.filesystem.create_dir, found.path)
         ray.train.collective.barrier()  # the first may try for longer than Orbax waits
         settings, args = dataclasses.asdict(config), ocp.args.PyTreeSave(state)
         self.orbax.save(written, args=args, custom_metadata=settings, force=True)
@@ -457,8 +459,11 @@ def write_whole(path: epath.Path, text: str) -> None:
         path.write_text(text)
         return
     new = path.with_suffix(f".{uuid.uuid4().hex[:8]}")  # another process may write, too
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def retry(

@@ -144,7 +144,7 @@ class Observer:
         """Send the lines until there is a None among them."""
         while line := self.lines.get():
             try:
-                self.send(line)
+                self.send(dict(line))  # which it may take apart
             except Exception as error:
                 print(
                     f"send failed at step {line['step']}; the run continues: {error!r:.300}"
