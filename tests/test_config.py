@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ LIMITS = [  # key, values at its limits that are allowed, and those that aren't
     ("loss_chunks", [1, 16], [3, 17]),  # block_size is 16
     ("storage_path", ["s3://b", "gs://b/runs", "/r"], ["s3://", "http://b", "s3:///x"]),
     ("storage_path", [], ["", "/tmp/a[1]", "/a/x*y", "s3://b/q?", "s3://b/a]", 3]),
+    (
+        "storage_path",
+        ["/a b#é/c", "s3://b/a.b/%20+"],
+        ["/a\\b", "s3://b/a b", "gs://b/#"],
+    ),
+    (
+        "storage_path",
+        ["/a-b:c"],
+        ["s3://b/é", "s3://b/../x", "s3://b/.", "/$NO_SUCH/a"],
+    ),
     ("data_dir", ["/d"], ["", "s3://b/data", 3, None]),
     ("topology", [None], ["4x", "four", "4", "0x4"]),
 ]
@@ -219,7 +230,8 @@ NAMES = [  # a file, what it says, its run, and its data: the same recipe, the s
     ("bücher", PART, "bucher-9403c8", "x-y-9-t"),
     ("Éa [1]", BUILTIN, "Ea-1-944b3b", "builtin-builtin"),
     ("a", "dataset: x/y\ndataset_config: de.1", "a-24b7b9", "x-y-de.1"),
-    ("书", "", "run-ad161b", WEB),
+    ("书", "dataset: книги", "run-5b5210", "книги"),
+    ("a", "dataset: .", "a-c6bac5", "text"),
     ("..x", "", "x-ad161b", WEB),
     ("v1.5_b", "run_name: mine", "mine", WEB),
 ]
@@ -235,10 +247,23 @@ def test_names_of_a_run_and_its_data(tmp_path, monkeypatch, stem, text, run, dat
     assert Path(config.run_path) == tmp_path / "storage/runs" / config.run_name
 
 
+def test_another_copy_of_the_folder_continues_the_run(tmp_path, monkeypatch):
+    """As a job has, whose folder is a new one each time; what is beside it moves along."""
+    found, builtin = [], ROOT / "trainkit/builtin_tokenizer.json"
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        shutil.copy(builtin, folder / "tokens.json")
+        (folder / "books.yaml").write_text("tokenizer: tokens.json")
+        monkeypatch.chdir(folder)
+        found.append(load_config("books.yaml"))
+        assert found[-1].tokenizer == str(folder / "tokens.json")
+    assert len({config.run_name for config in found}) == 1
+
+
 PLACES = [  # a key, its value, and where that is, from a folder that workers don't share
     ("data_dir", "data", "HERE/data"),
     ("storage_path", "~/runs", "/home/me/runs"),
-    ("storage_path", "s3://a/b", "s3://a/b"),
+    ("storage_path", "s3://$BUCKET/b", "s3://a/b"),
     ("dataset", "$BOOKS/*.txt", "/books/*.txt"),
     ("dataset", "my/*.txt", "my/*.txt"),
     # A folder that is here comes before a name on the hub, but not before our own words.
@@ -254,6 +279,7 @@ def test_places_mean_the_same_to_workers(tmp_path, monkeypatch, key, value, expe
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("BOOKS", "/books")
+    monkeypatch.setenv("BUCKET", "a")
     for name in ("mine", "gpt2", "scratch"):
         Path(name).mkdir()
     found = getattr(TrainingConfig(**{key: value}), key)

@@ -29,12 +29,16 @@ from trainkit import tokenizers
 
 def expanded(place: str) -> str:
     """A path with the home folder for ~, and with the values of $VARIABLES."""
-    return os.path.expandvars(os.path.expanduser(place))
+    place = os.path.expandvars(os.path.expanduser(place))
+    if unset := re.search(r"\$\{?\w+", place):
+        raise ValueError(f"{unset[0]} isn't set")
+    return place
 
 
 def absolute(place: str) -> str:
     """Workers run in folders of their own, where a relative path would mislead them."""
-    return place if "://" in place else os.path.abspath(expanded(place))
+    place = expanded(place)
+    return place if "://" in place else os.path.abspath(place)
 
 
 def found_here(name: str, ours: str) -> str:
@@ -59,7 +63,10 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 # https://cloud.google.com/tpu/docs/v6e and v5e; other generations are left to Ray.
 SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
+# Orbax takes *?[] for patterns and \ for /; other libraries differ about some addresses.
+STORAGE = r"(?!.*[*?[\]\\])((s3|gs)://(?!/|.*(#|[^!-~]|/\.\.?(/|$))).+|(?!.*://).*)"
 LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
+LOCATED = ("tokenizer", "init_from")  # which may be paths, and become absolute
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 DIVISORS = [  # a number of parts, and what it divides evenly
     ("n_head", "n_embd"),
@@ -247,9 +254,9 @@ def mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "decay_steps", f"more than warmup_steps ({config.warmup_steps})"
     if "://" in config.data_dir:
         yield "data_dir", "a folder that all nodes share"
-    if not re.fullmatch(r"((s3|gs)://[^/]|(?!.*://))[^*?[\]]*", config.storage_path):
-        places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ]"
-        yield "storage_path", f"{places}, which Orbax takes for patterns"
+    if not re.fullmatch(STORAGE, config.storage_path, re.DOTALL):
+        places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ] \\"
+        yield "storage_path", f"{places} and, in a bucket, spaces, #, or .."
     kernel, head = config.attention, config.n_embd // config.n_head
     platform = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, config.platform)
     if platform != config.platform:
@@ -367,7 +374,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
             if (size := values.setdefault("vocab_size", least)) < least:
                 tokens = f"{least} or more, as tokenizer {name} has; leave it out"
                 raise ValueError(f"vocab_size ({size}): expected {tokens}")
-        return TrainingConfig(**default_places(path, recipe_of(values)) | values)
+        return TrainingConfig(**default_places(path, values) | values)
     except ValueError as error:
         text = explain(error) if isinstance(error, ValidationError) else error
         raise ValueError(f"{path}: {text}") from None
@@ -400,16 +407,22 @@ def recipe_of(values: dict) -> RecipeConfig:
     return RecipeConfig(**{key: values[key] for key in keys & values.keys()})
 
 
-def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
-    """The run's name and folders, where the YAML file `path` gives none."""
-    fields, values = dataclasses.fields(recipe), vars(recipe)
-    differs = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+def default_places(path: str | Path, values: dict) -> dict[str, str]:
+    """The run's name and folders, where the YAML file `path` gives none.
+
+    A file or folder beside the notebook counts as it is written, so another copy of the
+    notebook continues the same run.
+    """
+    recipe = recipe_of(values)
+    fields, found = dataclasses.fields(recipe), vars(recipe)
+    differs = {f.name: found[f.name] for f in fields if found[f.name] != f.default}
+    differs |= {key: values[key] for key in LOCATED if key in differs}
     text = json.dumps(differs | {"layout": LAYOUT}, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
     kept = ("dataset_config", "max_documents", "text_column")
-    dataset = [re.sub(r"[^A-Za-z0-9]+", "-", recipe.dataset).strip("-")]
+    dataset = [re.sub(r"[\W_]+", "-", recipe.dataset).strip("-") or "text"]
     dataset += [str(differs[key]) for key in kept if key in differs]
     if "tokenizer" in differs:
         dataset.append(Path(recipe.tokenizer).stem)

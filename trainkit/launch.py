@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import functools
 import json
+import os
 import re
 import socket
 import zlib
@@ -20,11 +21,12 @@ import jax
 import ray
 
 from trainkit import checkpoints, lock, run_log, token_files, tokenizers, workers
-from trainkit.config import RecipeConfig, TrainingConfig
+from trainkit.config import LOCATED, RecipeConfig, TrainingConfig
 
 ONE_CPU = {
     **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "topology": None},
     **{"accelerator_type": None, "fsdp": 1, "tensor_parallel": 1},
+    **{"attention": "xla", "loss_chunks": 1, "scan_layers": False},
 }
 MEMORY = (
     "A device has too little memory for this step. Set device_batch_size lower, loss_chunks "
@@ -94,7 +96,10 @@ def describe(config, programs: tuple, environment: dict) -> dict:
     options = {"num_cpus": 0, "max_calls": 1, "runtime_env": variables}
     translated = ray.remote(**options)(translate).remote(config, *programs)
     recipe = {f.name: getattr(config, f.name) for f in dataclasses.fields(RecipeConfig)}
-    recipe["what the tokenizer does"] = tokenizers.identity(config.tokenizer)
+    # Not where they are: storage may be mounted elsewhere, and a job has a folder of its own.
+    tokenizer, weights = map(recipe.pop, LOCATED)
+    recipe["what the tokenizer does"] = tokenizers.identity(tokenizer)
+    recipe["weights"] = os.path.basename(weights) if os.path.isabs(weights) else weights
     now = {"recipe": recipe, "tokens": token_files.digest(config), "windows": {}}
     if "train" in now["tokens"]:  # or the run streams its text
         second = token_files.count_windows(config, "train") // config.batch_size + 1
@@ -108,25 +113,23 @@ def describe(config, programs: tuple, environment: dict) -> dict:
 def translate(config, create_state, train_step, eval_step) -> dict:
     """The program, and a hash of what may differ beside it. For a new process."""
     size = config.batch_size
-    parts = {"device_batch_size": size // config.micro_batches}
-    configured = dataclasses.replace(config, **ONE_CPU | parts, attention="xla")
-    plain = {"device_batch_size": size, "loss_chunks": 1, "scan_layers": False}
-    one = dataclasses.replace(configured, **plain)
+    one = dataclasses.replace(config, **ONE_CPU, device_batch_size=size)
     batch = jax.ShapeDtypeStruct((size, config.block_size + 1), config.token_dtype)
     text = functools.partial(text_of, workers.PLATFORMS[config.platform])
     try:
         state = jax.eval_shape(lambda: create_state(one))
         program = text(lambda: create_state(one))
         program += text(lambda *x: train_step(*x, one), state, batch)
-        as_configured = text(lambda *x: train_step(*x, configured), state, batch)
         evaluation = text(lambda *x: eval_step(*x, one), state.params, batch)
     except TypeError as error:  # JAX's own can't travel to the driver
         raise TypeError(str(error)).with_traceback(error.__traceback__) from None
-    beside = {"eval_step": evaluation, "the program as configured": as_configured}
     return {
         "jax": jax.__version__,
         "program": base64.b85encode(zlib.compress(program.encode())).decode(),
-        "beside": {name: zlib.crc32(text.encode()) for name, text in beside.items()},
+        "beside": {
+            "eval_step": zlib.crc32(evaluation.encode()),
+            "eval_steps": config.eval_steps,
+        },
     }
 
 
@@ -154,7 +157,7 @@ def compare(config: TrainingConfig, now: dict) -> None:
     known = checkpoints.read_json(path) if begun else now
     if not known and (settings := checkpoints.newest_settings(config)):
         known = {"recipe": {"layout": 1} | settings}
-    known = now | {"jax": "unknown", "accepted": []} | known
+    known = now | {"jax": "unknown"} | known
     recipe, tokens, program, beside = (
         differences(known[key], now[key])
         for key in ("recipe", "tokens", "windows", "beside")
@@ -165,7 +168,6 @@ def compare(config: TrainingConfig, now: dict) -> None:
         beside = [f"JAX was {known['jax']}, so its program can't be compared"]
     if program and config.accept_changed_program:
         beside.append("its program was another")
-        known["accepted"] += begun[:1]
         program = []
     found = {"recipe": recipe, "tokens": tokens, "program": program}
     if other := [name for name in found if found[name]]:
@@ -180,16 +182,20 @@ def compare(config: TrainingConfig, now: dict) -> None:
     saved = checkpoints.list_saved(config)
     if saved and checkpoints.step_of(saved[0]) >= config.max_steps:
         print(f"max_steps: {saved[0]} is there already. Set it higher to train on.")
-    kept = json.dumps(now | {"accepted": known["accepted"]})
-    checkpoints.write_whole(path, kept)
+    checkpoints.write_whole(path, json.dumps(now))
 
 
 def first_lines(before: str, now: str) -> list[str]:
-    """The first lines in which two programs differ, as `translate` packs them."""
+    """Where two programs, as `translate` packs them, first differ: parts of some lines."""
     packed = map(base64.b85decode, (before, now))
     sides = [zlib.decompress(each).decode().split("\n") for each in packed]
-    other = ((f"- {a}", f"+ {b}") for a, b in zip_longest(*sides) if a != b)
-    return [line for pair in islice(other, 3) for line in pair]
+    others = (pair for pair in zip_longest(*sides, fillvalue="") if len({*pair}) > 1)
+    found = []
+    for pair in islice(others, 3):
+        start = max(len(os.path.commonprefix(pair)) - 60, 0)
+        old, new = (line[start : start + 120] for line in pair)
+        found += [f"- {old}", f"+ {new}"]
+    return found
 
 
 def differences(before: dict, now: dict) -> list[str]:
