@@ -11,10 +11,9 @@ from samples import python
 
 def run(script: str | Path, *arguments: str) -> str:
     """What a process of its own prints."""
-    # A place of its own for libtpu's lock file, which one process at a time may use, and for
-    # its logs, which any Ray cluster of the machine would show as those of its workers.
+    # In /tmp/tpu_logs, any Ray cluster of the machine would show libtpu's as its workers'.
     with tempfile.TemporaryDirectory() as folder:
-        return python(script, *arguments, TMPDIR=folder, TPU_LOG_DIR=folder)
+        return python(script, *arguments, TPU_LOG_DIR=folder)
 
 
 def compile_for_tpu(config: str, *options: str) -> dict:
