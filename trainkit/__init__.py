@@ -1,9 +1,9 @@
 """The tools that the notebook README.ipynb calls; each module does what its name says.
 
 tokenizers    tiktoken's and Hugging Face's, by name
+token_files   train.bin and val.bin, and the order of their windows
 huggingface   published weights in, the trained model out
 config        what decides a run: TrainingConfig, load_config, and what is refused
-token_files   train.bin and val.bin, and the order of their windows
 corpus        documents: from the hub, from files, or built in
 sharding      the mesh, batches and states on it, the mean over micro-batches and devices
 layers        attention kernels, scanned blocks, the loss in parts
@@ -137,27 +137,6 @@ def check_address() -> None:
             "RAY_AUTH_MODE to token and RAY_AUTH_TOKEN to what `ray get-auth-token` prints "
             "on its head node, and restart the kernel."
         )
-
-
-def check_cluster(seconds: float = 60) -> dict[str, float]:
-    """The CPUs, GPUs, and TPUs of the cluster, whose processes can run this package.
-
-    Raises:
-        RuntimeError: none has run a task in so many seconds; Ray would wait on.
-    """
-    import ray
-
-    task = ray.remote(num_cpus=0)(lambda: importlib.import_module(__name__).__name__)
-    try:
-        ray.get(task.remote(), timeout=seconds)
-    except ray.exceptions.GetTimeoutError as error:
-        raise RuntimeError(
-            f"Ray has started no process within {seconds:.0f} s. On the cluster's nodes, "
-            "/tmp/ray/session_latest/logs/raylet.err says why; often the Python there lacks "
-            "Ray. Restart the kernel after you have mended it."
-        ) from error
-    found = ray.cluster_resources()
-    return {kind: found.get(kind, 0) for kind in ("CPU", "GPU", "TPU")}
 
 
 if " " in sys.executable:

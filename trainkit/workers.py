@@ -60,6 +60,25 @@ def count_room(config: TrainingConfig) -> int:
     )
 
 
+def check_cluster(seconds: float = 60) -> dict[str, float]:
+    """The CPUs, GPUs, and TPUs of the cluster, whose processes can run this package.
+
+    Raises:
+        RuntimeError: none has run a task in so many seconds; Ray would wait on.
+    """
+    task = ray.remote(num_cpus=0)(lambda: importlib.import_module("trainkit").__name__)
+    try:
+        ray.get(task.remote(), timeout=seconds)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"Ray has started no process within {seconds:.0f} s. On the cluster's nodes, "
+            "/tmp/ray/session_latest/logs/raylet.err says why; often the Python there lacks "
+            "Ray. Restart the kernel after you have mended it."
+        ) from error
+    found = ray.cluster_resources()
+    return {kind: found.get(kind, 0) for kind in ("CPU", "GPU", "TPU")}
+
+
 def check_resources(config: TrainingConfig) -> None:
     """Refuse to start if the cluster lacks what `config` asks for; Ray would wait.
 
@@ -160,7 +179,7 @@ def use_assigned_gpus() -> None:
 # Ray 2.60's PlacementGroupCleaner asks a dashboard every second whether a run's controller
 # lives. That may be the dashboard of another cluster, started later on this machine, which
 # doesn't know the controller, and then it takes a healthy run's resources away
-# (docs/upstream.md). So it is left out of every process that may launch a run, and
+# (docs/upstream.md). So it is left out of every process that imports this module, and
 # `release_placement_groups` does its work.
 with contextlib.suppress(ImportError):  # a Ray that is built in another way
     from ray.train.v2._internal.execution.callback import ControllerCallback
