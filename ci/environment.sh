@@ -3,9 +3,9 @@
 # vocabulary in place.
 
 case "$PWD" in
-  *" "*)
-    echo "Ray can't start workers with a Python whose path holds a space, and .venv would" \
-      "lie in '$PWD'. Move this folder." >&2
+  *[[:space:]\&\;\|\<\>\(\)\$\`\\\"\'\*\?]*)
+    echo "Ray can't start workers with a Python whose path holds a space or a character that" \
+      "a shell reads, and .venv would lie in $PWD. Move this folder." >&2
     exit 1
     ;;
 esac
@@ -26,6 +26,10 @@ if [ -z "$python" ]; then
   exit 1
 fi
 
+made_for="$PWD $("$python" -V)" # an environment can't be moved
+if [ -e .venv/made-for ] && [ "$(<.venv/made-for)" != "$made_for" ]; then
+  rm -rf .venv
+fi
 missing=()
 for file in "$@"; do
   cmp -s "$file" ".venv/${file//\//-}" || missing+=("$file")
@@ -38,6 +42,7 @@ if [ ${#missing[@]} != 0 ]; then
   source .venv/bin/activate
   echo "Installing ${missing[*]} into .venv (once) ..."
   pip="python -m pip --disable-pip-version-check --quiet install --no-compile"
+  [ -w "${HOME:-/}" ] || export UV_NO_CACHE=1
   $pip uv==0.13.8 # installs four times as fast as pip
   if grep -q ^torch== "${missing[@]}"; then
     # PyTorch for CPUs, 0.2 GB; what PyPI has for Linux brings CUDA, 2.6 GB.
@@ -55,6 +60,7 @@ if [ ${#missing[@]} != 0 ]; then
   for file in "$@"; do
     cp "$file" ".venv/${file//\//-}"
   done
+  echo "$made_for" >.venv/made-for
 fi
 source .venv/bin/activate
 

@@ -33,7 +33,16 @@ def carried_files() -> dict[str, str]:
     own = ["README.ipynb", "LICENSE", "README.md", "docs/guide.md"]
     pages = "".join((ROOT / page).read_text() for page in own[2:])
     own += sorted(set(re.findall(r"images/[\w-]+\.\w+", pages)))
-    patterns = ("trainkit/*.py", "trainkit/*.json", "requirements-*.txt")
+    own += [
+        ".gitignore",
+        "ci/requirements.txt",
+    ]  # what jobs leave out; what messages name
+    patterns = (
+        "trainkit/*.py",
+        "trainkit/*.json",
+        "requirements-*.txt",
+        "ci/*_vocabulary.py",
+    )
     for pattern in (*patterns, "configs/*.yaml", "configs/compute/kube*.yaml"):
         own += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
     clouds = ("aws.yaml", "gce.yaml")
@@ -122,7 +131,7 @@ def publish(checkout: Path, source: str) -> list[str]:
             path.write_bytes(contents)
             path.chmod(0o755 if path.suffix == ".sh" else 0o644)
             changed.append(name)
-    for folder in ("configs", "docs", "images", "trainkit"):
+    for folder in ("ci", "configs", "docs", "images", "trainkit"):
         for path in (checkout / FOLDER / folder).rglob("*.*"):
             name = path.relative_to(checkout).as_posix()
             if path.is_file() and name not in files:

@@ -44,7 +44,8 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
     )
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
     commands = commands.replace("127.0.0.1:8265", dashboard)
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    ours = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # which `ray.init` sets here
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     for _ in range(20):  # a cluster takes jobs a few seconds after it has started
         result = subprocess.run(["bash", "-e", "-c", commands], **options, timeout=500)

@@ -62,14 +62,18 @@ def test_nothing_unpickles_or_opens_a_port():
     assert [word for word in (*words, "dashboard_host") if word in text] == []
 
 
-def test_paths_with_a_space_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["my folder", "R&D", "gpt2(1)", "o'brien"])
+def test_paths_that_a_shell_takes_apart_are_refused(tmp_path, name):
     """Of Python, for which Ray would wait forever, and of the clone, before an install."""
-    clone = tmp_path / "my folder"
+    clone = tmp_path / name
     shutil.copytree(ROOT / "ci", clone / "ci")
     python = clone / "python"
     python.symlink_to(sys.executable)
     for command, words in (
-        ([python, "-c", "import trainkit.config"], f"holds a space, found '{python}'"),
+        (
+            [python, "-c", "import trainkit.config"],
+            f"a shell reads, found {python}. Move",
+        ),
         (["bash", clone / "ci/smoke.sh"], "Move this folder"),
         (["bash", clone / "ci/test.sh"], "Move this folder"),
     ):

@@ -23,6 +23,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import secrets
 import socket
 import subprocess
@@ -139,10 +140,10 @@ def check_address() -> None:
         )
 
 
-if " " in sys.executable:
+if re.search(r"[\s&;|<>()$`\\\"'*?]", sys.executable):
     raise ImportError(
-        "Ray can't start workers with a Python whose path holds a space, found "
-        f"{sys.executable!r}. Move it, or the folder with its virtual environment."
+        "Ray can't start workers with a Python whose path holds a space or a character that a "
+        f"shell reads, found {sys.executable}. Move it, or the folder of its environment."
     )
 if sys.platform not in ("linux", "darwin"):
     raise ImportError(

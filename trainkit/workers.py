@@ -60,12 +60,15 @@ def count_room(config: TrainingConfig) -> int:
     )
 
 
-def check_cluster(seconds: float = 60) -> dict[str, float]:
+def check_cluster(seconds: float | None = None) -> dict[str, float]:
     """The CPUs, GPUs, and TPUs of the cluster, whose processes can run this package.
 
     Raises:
-        RuntimeError: none has run a task in so many seconds; Ray would wait on.
+        RuntimeError: none has run a task in so many seconds; Ray would wait on. By default,
+            that is a minute, or ten where each node installs packages first.
     """
+    if seconds is None:
+        seconds = 600 if "pip" in ray.get_runtime_context().runtime_env else 60
     task = ray.remote(num_cpus=0)(lambda: importlib.import_module("trainkit").__name__)
     try:
         ray.get(task.remote(), timeout=seconds)
