@@ -105,6 +105,15 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
             assert page == ours, cell.id
 
 
+@pytest.mark.slow
+def test_others_say_little(executed):
+    """Of the lines of Ray's processes, all but the run's own; a hundred, if none is hidden."""
+    lines = re.findall(r"(?m)^.*\((?:\w+ pid=\d+|raylet)[^)]*\)(.*)", text_of(executed))
+    ours = r"(step|workers) \d+ \||Continuing from"
+    others = [line for line in lines if not re.search(ours, line)]
+    assert len(lines) > 40 and len(others) <= 12, "\n".join(others)
+
+
 @pytest.mark.extra
 def test_change_a_line_and_run_again(tmp_path):
     """In the same kernel: another model trains from its first step, and is exported."""
