@@ -84,8 +84,8 @@ def random_windows(config) -> np.ndarray:
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
-def compile_step(tutorial, config, mesh):
-    """The compiled train step, and the seconds that tracing and compiling took."""
+def lower_step(tutorial, config, mesh):
+    """The train step as JAX hands it to the compiler."""
     import jax
 
     import trainkit.sharding
@@ -97,11 +97,15 @@ def compile_step(tutorial, config, mesh):
     )
     state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
-        start = time.perf_counter()
-        lowered = tutorial.train_step.lower(state, windows, config)
-        middle = time.perf_counter()
-        compiled = lowered.compile()
-    return compiled, middle - start, time.perf_counter() - middle
+        return tutorial.train_step.lower(state, windows, config)
+
+
+def compile_step(tutorial, config, mesh):
+    """The compiled train step, and the seconds that tracing and compiling took."""
+    start = time.perf_counter()
+    lowered = lower_step(tutorial, config, mesh)
+    middle = time.perf_counter()
+    return lowered.compile(), middle - start, time.perf_counter() - middle
 
 
 def peak_flops(kind: str) -> float | None:
