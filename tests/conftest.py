@@ -6,6 +6,7 @@ import sys
 import threading
 from functools import partial
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -207,6 +208,15 @@ def recorded(monkeypatch) -> list[str]:
     monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
     monkeypatch.setattr(collective, "barrier", lambda: None)
     return names
+
+
+@pytest.fixture
+def compiler_for_gpus() -> None:
+    """XLA's, which needs no GPU."""
+    from accidents import missing  # which imports this file
+
+    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+        missing("JAX's CUDA plugin, which requirements-gpu.txt brings")
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,12 @@
 """The real train step, compiled for GPUs that are not there."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
 from samples import python
 
-HAS_COMPILER = any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs JAX's CUDA plugin")
-pytestmark = [pytest.mark.extra, needs_compiler]
+pytestmark = [pytest.mark.extra, pytest.mark.usefixtures("compiler_for_gpus")]
 
 
 def report_on(config: str, *options: str) -> dict:

@@ -16,6 +16,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import render_readme
+from accidents import missing
 from conftest import ROOT
 
 PAGES = ["README.ipynb", "docs/guide.md", "benchmarks/README.md", "CONTRIBUTING.md"]
@@ -53,10 +54,8 @@ return {
 
 
 def need(found: bool, what: str) -> None:
-    """Skip the test if something isn't installed; in CI, where it should be, fail."""
     if not found:
-        message = f"needs {what}, which `bash ci/test.sh` installs"
-        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+        missing(f"{what}, which `bash ci/test.sh` installs")
 
 
 def need_packages() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_gpu_compile import needs_compiler
 
 sys.path.append(str(ROOT / "benchmarks/verify"))
 import report as reports
@@ -64,7 +63,7 @@ def test_the_whole_command_on_two_cores(tmp_path):
 
 
 @pytest.mark.extra
-@needs_compiler
+@pytest.mark.usefixtures("compiler_for_gpus")
 @pytest.mark.parametrize("gpu", ["a10g", "h100"])
 def test_rehearsed_for_a_gpu_as_far_as_compiling(tmp_path, gpu):
     files = VERIFY / "test_device.py", VERIFY / "test_run.py"
