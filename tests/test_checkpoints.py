@@ -419,8 +419,13 @@ def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
 
 
 def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
-    """Made in the background, the first of the workers' folders would be the signal."""
+    """Made in the background, the first of the workers' folders would be the signal.
+
+    And Orbax gives a write as long as the watchdog gives a step.
+    """
     assert not checkpointer.orbax._create_directories_asynchronously
+    limit = checkpointer.orbax._async_manager._timeout_secs
+    assert limit == checkpointer.config.stall_timeout_s
 
 
 def test_uploads_and_downloads_are_tried_for_a_minute(

@@ -132,6 +132,9 @@ def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry):
     page = (registry / EXAMPLE / "README.md").read_text()
     title, badges, *_ = page.split("\n\n")
     assert title.startswith("# ") and badges.count("[![") == 2
+    assert f"to read, {publish.TIME}\n" in page
+    stories = (ROOT / "configs/stories.yaml").read_text()
+    assert f"that is {publish.TIME.split()[0]} minutes by arithmetic" in stories
     assert f"template-preview/{NAME}" in badges
     clone = f"git clone {publish.REGISTRY} && cd templates/{EXAMPLE}\n"
     assert clone in page and "Anyscale-specific configuration" in page
