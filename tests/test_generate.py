@@ -129,8 +129,20 @@ def test_text_needs_the_vocabulary_of_the_tokenizer(tutorial, small):
     model = tutorial.create_model(small())
     with pytest.raises(ValueError, match="521 tokens, .*50,257.*call generate_tokens"):
         generate(model, ["Hello"])
+    for size in (50_256, 50_385):
+        model.config = small(vocab_size=size)
+        with pytest.raises(ValueError, match="50,257.*call generate_tokens"):
+            generate(model, ["Hello"])
     with pytest.raises(ValueError, match="prompts: expected a list .* found 'A class'"):
         generate(model, "A class")
+
+
+def test_padding_of_a_vocabulary_is_no_text(tutorial, small):
+    """As nanoGPT's configurations have it; here, the model writes nothing else."""
+    model = tutorial.create_model(small(vocab_size=50_304, n_layer=1))
+    table = model.wte.embedding
+    table[...] = table[...].at[50_257:].multiply(1_000)
+    assert generate(model, ["A"], max_new_tokens=5) == ["A"]
 
 
 @pytest.mark.parametrize(

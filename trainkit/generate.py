@@ -49,7 +49,7 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
         raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
     config = model.config
     tokenizer = tokenizers.load(config.tokenizer)
-    if config.vocab_size != tokenizer.n_vocab:
+    if not tokenizers.fits(tokenizer, config.vocab_size):
         raise ValueError(
             f"vocab_size: the model has {config.vocab_size:,} tokens, and its tokenizer, "
             f"{config.tokenizer}, {tokenizer.n_vocab:,}. Encode the prompts with the tokenizer "
@@ -58,7 +58,8 @@ def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
     end = tokenizer.eot_token
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     tokens = generate_tokens(model, ids, end_of_text=end, **options)
-    whole = [x + [t for t in row if t != end] for x, row in zip(ids, tokens)]
+    no_text = {end, *range(tokenizer.n_vocab, config.vocab_size)}
+    whole = [x + [t for t in row if t not in no_text] for x, row in zip(ids, tokens)]
     starts = [len(tokenizer.decode(prompt)) for prompt in ids]
     texts = [tokenizer.decode(x)[start:] for x, start in zip(whole, starts)]
     return [prompt + text for prompt, text in zip(prompts, texts)]

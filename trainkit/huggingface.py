@@ -242,7 +242,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
         readable = new.stat().st_mode & 0o666  # by whom the folder is, not by us alone
         (new / "model.safetensors").chmod(readable)
         tokenizer = tokenizers.load(config.tokenizer)
-        if config.vocab_size == tokenizer.n_vocab:
+        if tokenizers.fits(tokenizer, config.vocab_size):
             end = dict.fromkeys(end, tokenizer.eot_token)
             their_tokenizer(tokenizer).save_pretrained(new)
         else:

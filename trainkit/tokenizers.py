@@ -139,6 +139,14 @@ def load(name: str) -> Encoding | HuggingFaceTokenizer:
     return open_file(path, *times)
 
 
+def fits(tokenizer, vocab_size: int) -> bool:
+    """Whether a model's tokens are the tokenizer's, as far as their number says.
+
+    Up to 127 rows may be padding, as of nanoGPT's 50,304.
+    """
+    return 0 <= vocab_size - tokenizer.n_vocab < 128
+
+
 @functools.cache
 def open_encoding(name: str) -> Encoding:
     """tiktoken's encoding of that name."""
