@@ -84,8 +84,8 @@ def random_windows(config) -> np.ndarray:
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
-def lower_step(tutorial, config, mesh):
-    """The train step as JAX hands it to the compiler."""
+def lower_step(tutorial, config, mesh, state):
+    """The train step, for a state of these shapes, as JAX hands it to the compiler."""
     import jax
 
     import trainkit.sharding
@@ -95,15 +95,15 @@ def lower_step(tutorial, config, mesh):
         np.uint16,
         sharding=trainkit.sharding.batch_sharding(mesh),
     )
-    state = abstract_state(tutorial, config, mesh)
     with jax.set_mesh(mesh):
         return tutorial.train_step.lower(state, windows, config)
 
 
 def compile_step(tutorial, config, mesh):
     """The compiled train step, and the seconds that tracing and compiling took."""
+    state = abstract_state(tutorial, config, mesh)
     start = time.perf_counter()
-    lowered = lower_step(tutorial, config, mesh)
+    lowered = lower_step(tutorial, config, mesh, state)
     middle = time.perf_counter()
     return lowered.compile(), middle - start, time.perf_counter() - middle
 

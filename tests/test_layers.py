@@ -97,6 +97,34 @@ def test_a_scan_draws_for_each_block_and_place_anew():
     assert (run(x + 1, 3, 2) == 6).all()
 
 
+def test_blocks_that_differ_are_not_scanned():
+    """The loop would run all of them as the first."""
+    blocks = nnx.List([nnx.Dropout(rate) for rate in (0.1, 0.1, 0.2)])
+    with pytest.raises(ValueError, match="expected equal blocks, and block 2 differs"):
+        run_blocks(blocks, jnp.ones((1, 2, 4)), None, scan=True)
+
+
+def test_fewer_keys_than_queries_are_cached_for_all():
+    """Each key serves two queries, as in the kernels."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 5, 4, 8)).astype(np.float32)
+    k, v = k[:, :, :2], v[:, :, :2]
+    whole = attend("xla", q, k, v)
+    cache = {"key": jnp.zeros((1, 5, 4, 8)), "value": jnp.zeros((1, 5, 4, 8))}
+    cache["position"] = 0
+    for i in range(5):
+        found = attend("xla", *(x[:, i : i + 1] for x in (q, k, v)), cache)
+        np.testing.assert_allclose(found, whole[:, i : i + 1], atol=1e-6)
+
+
+def test_a_table_of_two_bytes_gets_gradients_of_two():
+    """As an untied head has it, whose kernel is cast before the loss."""
+    config = SimpleNamespace(vocab_size=7, loss_chunks=2)
+    table, features = jnp.ones((9, 4), jnp.bfloat16), jnp.ones((2, 6, 4), jnp.bfloat16)
+    loss = jax.grad(cross_entropy, (0, 1))
+    gradients = loss(table, features, jnp.zeros((2, 6), int), config)
+    assert [x.dtype for x in gradients] == [jnp.bfloat16] * 2 and gradients[0].any()
+
+
 @pytest.mark.parametrize("dtype, near", [("float32", 1e-5), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_loss_and_gradients_are_pytorchs(dtype, near, chunks):

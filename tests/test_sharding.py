@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -145,6 +146,9 @@ def test_the_first_row_that_fits_counts():
         "first/kernel": ("fsdp", "tensor"),
         "first/bias": ("tensor",),
     }
+    # Of layers side by side, whose biases aren't as long as a kernel's last axes
+    side_by_side = {"h/kernel": (3, 4, 6), "h/bias": (3, 6)}
+    assert specs_of((), side_by_side, fsdp=2)["h/bias"] == (None, "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -155,11 +159,41 @@ def test_the_first_row_that_fits_counts():
         (("layer", ("fsdp",)), "layer fits no parameter with as many axes"),
         (("layer", (None, "fsdp")), r"layer/kernel, \[4, 3\], over fsdp, and 3 is no"),
         (("layer/kernel", ("tensor", "tensor")), "over tensor, and 3 is no multiple"),
+        (("layer", ("data", None)), r"found 'layer', \('data', None\); expected names"),
+        ((("fsdp", None), "layer"), "expected names of parameters"),
     ],
 )
 def test_rows_that_cannot_be_followed_are_refused(rule, message):
     with pytest.raises(ValueError, match=f"SHARDING_RULES: .*{message}"):
         specs_of((rule,), {"layer/kernel": (4, 3)})
+
+
+def test_only_the_models_own_blocks_are_left_to_the_loop(small, monkeypatch):
+    """`run_blocks` fetches these; a list in another layer, nothing would."""
+    fetch_part = lambda part, axis, dtype: part + 1  # noqa: E731
+    monkeypatch.setattr(trainkit.sharding, "fetch_part", fetch_part)
+    names = ("h", 0, "kernel"), ("neck", "layers", 0, "kernel"), ("scale",)
+    params, specs = (
+        nnx.State(traverse_util.unflatten_dict({name: nnx.Param(x) for name in names}))
+        for x in (jnp.zeros(4), jax.sharding.PartitionSpec("fsdp"))
+    )
+    found = trainkit.sharding.fetch(params, specs, small(scan_layers=True))
+    assert found["h"][0]["kernel"].get_metadata("fetch") == (0, "float32")
+    assert found["neck"]["layers"][0]["kernel"][...].tolist() == [1] * 4
+    assert found["scale"][...].tolist() == [1] * 4
+
+
+def test_parameters_of_two_bytes_are_refused(tutorial, small):
+    """Gradients are float32, and would turn what the optimizer keeps into it."""
+
+    def create_state(config):
+        state = tutorial.create_state(config)
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+        return state._replace(params=half)
+
+    mesh = trainkit.sharding.make_mesh(config := small())
+    with pytest.raises(ValueError, match="create_model: h/0/.* is bfloat16; expected"):
+        trainkit.sharding.abstract_state(create_state, config, mesh, ())
 
 
 def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):

@@ -76,6 +76,7 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> ja
     position = cache["position"]
     cache["position"] = position + 1
     for name, new in (("key", k), ("value", v)):
+        new = new.repeat(q.shape[2] // new.shape[2], axis=2)  # of several queries
         cache[name] = jax.lax.dynamic_update_slice_in_dim(cache[name], new, position, 1)
     seen = jnp.arange(cache["key"].shape[1]) <= position
     return jax.nn.dot_product_attention(
@@ -97,12 +98,19 @@ def run_blocks(
     the backward pass computes the rest again, and with `fsdp` fetches the block's parameters
     again. That costs a quarter more arithmetic, and dropout draws other numbers. To generate,
     with `caches`, there is no loop.
+
+    Raises:
+        ValueError: with `scan`, a block isn't like the first.
     """
     if not scan or caches is not None:
         for block, cache in zip(blocks, caches or [None] * len(blocks)):
             x = block(x, rngs=rngs, cache=cache)
         return x
     graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
+    if other := [i for i, block in enumerate(blocks) if nnx.graphdef(block) != graph]:
+        raise ValueError(
+            f"scan_layers: expected equal blocks, and block {other[0]} differs"
+        )
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
     keys = jax.random.split(rngs.dropout(), len(blocks)) if rngs else None
 
@@ -169,11 +177,11 @@ def cross_entropy_of_chunks(table, features, targets, vocab_size):
         loss, d_features = loss / n, d_logits @ rows
         return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
 
-    zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(table)
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32)
     (loss, d_table), d_features = jax.lax.scan(add_chunk, zeros, (features, targets))
 
     def backward(d_loss):
         scale = d_loss.astype(d_features.dtype)
-        return d_loss * d_table, scale * d_features, None, None
+        return (d_loss * d_table).astype(table.dtype), scale * d_features, None, None
 
     return loss, backward

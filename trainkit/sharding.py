@@ -58,8 +58,14 @@ def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
     axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
 
     Raises:
-        ValueError: a row fits no parameter, or doesn't divide one.
+        ValueError: a row names another axis, fits no parameter, or doesn't divide one.
     """
+    for part, axes in rules:
+        if not isinstance(part, str) or {*axes} - {"fsdp", "tensor", None}:
+            raise ValueError(
+                f"SHARDING_RULES: found {part!r}, {axes!r}; expected names of parameters, and "
+                'for each of their axes "fsdp", "tensor", or None'
+            )
     rules = [(name, axes) for names, axes in rules for name in names.split("|")]
     leaves, structure = jax.tree.flatten_with_path(params)
     shapes = {name_of(path): x.shape for path, x in leaves}
@@ -88,7 +94,7 @@ def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
         )
     for name, shape in shapes.items():
         kernel = name.removesuffix("bias") + "kernel"
-        if name.endswith("bias") and len(shape) < len(shapes.get(kernel, ())):
+        if kernel in shapes and shape == shapes[kernel][1:][-len(shape) :]:
             found[name] = found[kernel][-len(shape) :]
     return jax.tree.unflatten(structure, [PartitionSpec(*found[n]) for n in shapes])
 
@@ -97,8 +103,8 @@ def fetch(parts: nnx.State, specs: nnx.State, config) -> nnx.State:
     """The whole parameters, kernels in the type in which their layers compute.
 
     The layers would cast them each time. Once a step is once for all micro-batches, and the
-    devices fetch half the bytes from one another. With `scan_layers`, the parts of a list's
-    layers are only marked, and `layers.run_blocks` fetches them one layer at a time.
+    devices fetch half the bytes from one another. With `scan_layers`, the parts of the model's
+    list of blocks are only marked, and `layers.run_blocks` fetches them block by block.
     """
     specs = dict(nnx.to_flat_state(specs))
 
@@ -108,7 +114,7 @@ def fetch(parts: nnx.State, specs: nnx.State, config) -> nnx.State:
         if "fsdp" not in spec:
             return param.replace(param[...].astype(dtype))
         axis = spec.index("fsdp")
-        if config.scan_layers and any(isinstance(part, int) for part in path):
+        if config.scan_layers and isinstance([*path, ""][1], int):
             return type(param)(param[...], fetch=(axis, dtype))
         return param.replace(fetch_part(param[...], axis, dtype))
 
@@ -288,8 +294,17 @@ def abstract_state(
     Args:
         create_state: makes a pytree with `params`.
         rules: which mesh axes divide a parameter; `parameter_specs` explains them.
+
+    Raises:
+        ValueError: a parameter isn't float32, as gradients are; or as `parameter_specs` says.
     """
     state = jax.eval_shape(partial(create_state, config))
+    for path, x in jax.tree.leaves_with_path(state.params):
+        if x.dtype != jnp.float32:
+            raise ValueError(
+                f"create_model: {name_of(path)} is {x.dtype}; expected float32, which layers "
+                "compute with as compute_dtype"
+            )
     specs = jax.tree.leaves(parameter_specs(state.params, rules, mesh))
     arrays = jax.tree.leaves_with_path(state.params)
     params = {name_of(path): (x.shape, spec) for (path, x), spec in zip(arrays, specs)}
