@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fsspec
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pyarrow.fs
@@ -158,6 +159,19 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError):
         trainkit.checkpoints.write_whole(path, "text")
     assert [*tmp_path.iterdir()] == [tmp_path / path.name]
+
+
+def test_a_key_is_restored(checkpointer):
+    """As optax.add_noise keeps one."""
+    state = {"key": jax.random.key(7), "x": jnp.ones(3)}
+    checkpointer.save(state, 10)
+    checkpointer.wait()
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state
+    )
+    found = trainkit.checkpoints.read(checkpointer.config.run_path / FIRST, target)
+    assert jax.random.key_data(found["key"]).tolist() == [0, 7]
 
 
 def test_a_save_that_is_not_evaluated_is_no_best_checkpoint(tutorial, small):

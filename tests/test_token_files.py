@@ -245,11 +245,11 @@ def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
 def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
     """131,072 are those of 273.1 batches of 480; a worker has some rows of more batches."""
     config, rows = write_bins(small(batch_size=480)), np.arange(3, 483, 2) % 480
-    for own, size in ((None, 274), (rows, 547)):
+    for own, width, size in ((None, 480, 274), (rows, 240, 547)):
         steps = range(7, 600_000)
         lists = trainkit.token_files.window_indices(config, "train", steps, own)
         (first, second) = (np.concatenate(next(lists)) for _ in range(2))
-        assert first.shape == (size, 480 // (1 + (own is rows)))
+        assert first.shape == (size, width)
         steps = range(7 + size, 7 + 2 * size)
         expected = trainkit.token_files.windows_of(config, "train", steps)
         np.testing.assert_array_equal(

@@ -75,7 +75,10 @@ class Checkpointer:
         self.config, self.orbax = config, create_writer(config)
         self.thread, self.saving = ThreadPoolExecutor(1), None
         self.noticed = False  # that a machine will be taken away
-        self.asked, self.ask_at = None, 0  # when the last time was, and the next step
+        self.asked, self.ask_at = (
+            None,
+            0,
+        )  # (step, seconds) of the last time; the next step
         if config.remote:
             # What a worker that was killed left, of whatever rank.
             shutil.rmtree(staging(config), ignore_errors=True)
@@ -278,11 +281,15 @@ def read(folder: str | Path, target: Any, partial_restore: bool = False) -> Any:
 
 def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in leaves
-    }
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if jax.dtypes.issubdtype(
+            leaf.dtype, jax.dtypes.prng_key
+        ):  # saved as its numbers
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found[name] = tuple(leaf.shape)
+    return found
 
 
 def create_writer(config: TrainingConfig) -> ocp.AsyncCheckpointer:

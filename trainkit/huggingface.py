@@ -138,7 +138,9 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         path = folder / file
         with reading(path):
             if path.parent != folder:
-                raise ValueError("the index names it outside of the folder")
+                raise ValueError(
+                    "the index names a file that isn't in that folder itself"
+                )
             found = load_file(path)
         for name, tensor in found.items():
             name = name.removeprefix("transformer.")
@@ -239,8 +241,8 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     end = dict.fromkeys(("bos_token_id", "eos_token_id"))
     with token_files.new_folder(folder) as new:
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-        readable = new.stat().st_mode & 0o666  # by whom the folder is, not by us alone
-        (new / "model.safetensors").chmod(readable)
+        # safetensors lets only its own user read, whatever the folder says.
+        (new / "model.safetensors").chmod(new.stat().st_mode & 0o666)
         tokenizer = tokenizers.load(config.tokenizer)
         if tokenizers.fits(tokenizer, config.vocab_size):
             end = dict.fromkeys(end, tokenizer.eot_token)
@@ -252,7 +254,8 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
                 "tokens."
             )
         their_config(config, **end).save_pretrained(new)
-        transformers.GenerationConfig(**end).save_pretrained(new)
+        longest = {"max_length": config.block_size}  # or text goes on beyond it
+        transformers.GenerationConfig(**end, **longest).save_pretrained(new)
     return folder
 
 

@@ -154,6 +154,8 @@ class Observer:
         """Wait until all lines are sent, at most so long."""
         self.lines.put(None)
         self.thread.join(seconds)
+        if self.thread.is_alive():
+            print(f"send has taken more than {seconds} s; what follows isn't sent")
 
 
 def format_line(line: dict) -> str:

@@ -288,11 +288,11 @@ def window_indices(
     A task of Ray Data reads an array, in advance. A list becomes a dataset, since Ray Data
     plans all tasks of a dataset before the first starts.
     """
-    rows = np.arange(config.batch_size) if rows is None else rows
-    stride = math.ceil(WINDOWS_IN_RANGE / len(rows))
+    width = config.batch_size if rows is None else len(rows)
+    stride = math.ceil(WINDOWS_IN_RANGE / width)
     for start in range(0, len(steps), stride):
         indices = windows_of(config, split, steps[start : start + stride], rows)
-        each = max(WINDOWS_AT_ONCE // indices.shape[1], 1)
+        each = max(WINDOWS_AT_ONCE // width, 1)
         yield [indices[place : place + each] for place in range(0, len(indices), each)]
 
 

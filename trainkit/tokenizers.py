@@ -142,9 +142,10 @@ def load(name: str) -> Encoding | HuggingFaceTokenizer:
 def fits(tokenizer, vocab_size: int) -> bool:
     """Whether a model's tokens are the tokenizer's, as far as their number says.
 
-    Up to 127 rows may be padding, as of nanoGPT's 50,304.
+    A multiple of 64, such as nanoGPT's 50,304, may have up to 127 that pad it.
     """
-    return 0 <= vocab_size - tokenizer.n_vocab < 128
+    surplus = vocab_size - tokenizer.n_vocab
+    return surplus == 0 or vocab_size % 64 == 0 and 0 < surplus < 128
 
 
 @functools.cache
