@@ -69,13 +69,13 @@ LIMITS = [  # key, values at its limits that are allowed, and those that aren't
     ("storage_path", [], ["", "/tmp/a[1]", "/a/x*y", "s3://b/q?", "s3://b/a]", 3]),
     (
         "storage_path",
-        ["/a b#é/c", "s3://b/a.b/%20+"],
+        ["/a b#é/c%20", "s3://b/a.b/+/"],
         ["/a\\b", "s3://b/a b", "gs://b/#"],
     ),
     (
         "storage_path",
         ["/a-b:c"],
-        ["s3://b/é", "s3://b/../x", "s3://b/.", "/$NO_SUCH/a"],
+        ["s3://b/é", "s3://b/../x", "s3://b/.", "s3://b/%20", "s3://b//a", "/${NO}/a"],
     ),
     ("data_dir", ["/d"], ["", "s3://b/data", 3, None]),
     ("topology", [None], ["4x", "four", "4", "0x4"]),
@@ -245,6 +245,14 @@ def test_names_of_a_run_and_its_data(tmp_path, monkeypatch, stem, text, run, dat
     assert config.run_name == run
     assert Path(config.data_dir) == tmp_path / "storage/data" / data
     assert Path(config.run_path) == tmp_path / "storage/runs" / config.run_name
+
+
+def test_a_number_that_yaml_takes_for_text_is_explained(tmp_path):
+    (path := tmp_path / "a.yaml").write_text("learning_rate: 1e-3")
+    with pytest.raises(
+        ValueError, match="learning_rate .'1e-3'.: .*takes 1.0e-3 for one"
+    ):
+        load_config(path)
 
 
 def test_another_copy_of_the_folder_continues_the_run(tmp_path, monkeypatch):

@@ -253,8 +253,9 @@ def test_another_recipe_is_refused(launch, small):
     settings = {"custom_metadata": dataclasses.asdict(launch.config)}
     path = launch.config.run_path / "step_00000002" / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="batch_size was 4, and is 8"):
-        launch(config=small(batch_size=8))
+    for key, value in (("batch_size", 8), ("init_from", "gpt2")):
+        with pytest.raises(ValueError, match=f"{key} was .*, and is '?{value}"):
+            launch(config=small(**{key: value}))
     launch()
 
 
@@ -268,7 +269,7 @@ def test_a_tokenizer_that_was_moved_is_the_same(small, here, tmp_path):
         launch = Launch(small(**moved))
         launch()
         launch.config.run_path.joinpath("step_00000002").mkdir(exist_ok=True)
-    with pytest.raises(ValueError, match="weights was 'weights', and is 'scratch'"):
+    with pytest.raises(ValueError, match="init_from was 'weights', and is 'scratch'"):
         launch(config=small(tokenizer=path))
 
 

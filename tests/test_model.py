@@ -102,7 +102,7 @@ def test_runs_of_an_older_layout_are_refused_by_name(small, tmp_path):
         checkpointer.save(path, state, custom_metadata=settings)
     with pytest.raises(ValueError, match="another recipe:\nlayout was 1, and is 2"):
         now = {"recipe": dataclasses.asdict(config), "jax": jax.__version__}
-        now |= {"tokens": {}, "windows": {}, "beside": {}}
+        now |= {"tokens": {}, "windows": {}, "beside": {}, "evaluation": {}}
         trainkit.launch.compare(config, now)
     checkpoint = ray.train.Checkpoint(str(path))
     with pytest.raises(

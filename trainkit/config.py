@@ -29,15 +29,14 @@ from trainkit import tokenizers
 
 def expanded(place: str) -> str:
     """A path with the home folder for ~, and with the values of $VARIABLES."""
-    place = os.path.expandvars(os.path.expanduser(place))
-    if unset := re.search(r"\$\{?\w+", place):
-        raise ValueError(f"{unset[0]} isn't set")
-    return place
+    return os.path.expandvars(os.path.expanduser(place))
 
 
 def absolute(place: str) -> str:
     """Workers run in folders of their own, where a relative path would mislead them."""
     place = expanded(place)
+    if (unset := re.search(r"\$(\w+|\{\w+\})", place)) and not os.path.exists(place):
+        raise ValueError(f"{unset[0]} isn't set")
     return place if "://" in place else os.path.abspath(place)
 
 
@@ -63,8 +62,10 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 # https://cloud.google.com/tpu/docs/v6e and v5e; other generations are left to Ray.
 SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
-# Orbax takes *?[] for patterns and \ for /; other libraries differ about some addresses.
-STORAGE = r"(?!.*[*?[\]\\])((s3|gs)://(?!/|.*(#|[^!-~]|/\.\.?(/|$))).+|(?!.*://).*)"
+# Orbax takes *?[] for patterns and \ for /; of other addresses, libraries differ.
+STORAGE = (
+    r"(?!.*[*?[\]\\])((s3|gs)://(?!/|.*([#%]|//|[^!-~]|/\.\.?(/|$))).+|(?!.*://).*)"
+)
 LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
 LOCATED = ("tokenizer", "init_from")  # which may be paths, and become absolute
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
@@ -256,7 +257,10 @@ def mistakes(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "data_dir", "a folder that all nodes share"
     if not re.fullmatch(STORAGE, config.storage_path, re.DOTALL):
         places = "a folder, s3://bucket/runs, or gs://bucket/runs, without * ? [ ] \\"
-        yield "storage_path", f"{places} and, in a bucket, spaces, #, or .."
+        bucket = (
+            "in a bucket, ASCII without spaces, #, %, and parts that are empty, . or .."
+        )
+        yield "storage_path", f"{places}; {bucket}"
     kernel, head = config.attention, config.n_embd // config.n_head
     platform = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, config.platform)
     if platform != config.platform:
@@ -374,7 +378,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
             if (size := values.setdefault("vocab_size", least)) < least:
                 tokens = f"{least} or more, as tokenizer {name} has; leave it out"
                 raise ValueError(f"vocab_size ({size}): expected {tokens}")
-        return TrainingConfig(**default_places(path, values) | values)
+        return TrainingConfig(**default_places(path, recipe_of(values)) | values)
     except ValueError as error:
         text = explain(error) if isinstance(error, ValidationError) else error
         raise ValueError(f"{path}: {text}") from None
@@ -407,16 +411,16 @@ def recipe_of(values: dict) -> RecipeConfig:
     return RecipeConfig(**{key: values[key] for key in keys & values.keys()})
 
 
-def default_places(path: str | Path, values: dict) -> dict[str, str]:
+def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     """The run's name and folders, where the YAML file `path` gives none.
 
-    A file or folder beside the notebook counts as it is written, so another copy of the
-    notebook continues the same run.
+    What lies beside the notebook counts by its place there, so another copy of the folder
+    continues the same run.
     """
-    recipe = recipe_of(values)
-    fields, found = dataclasses.fields(recipe), vars(recipe)
-    differs = {f.name: found[f.name] for f in fields if found[f.name] != f.default}
-    differs |= {key: values[key] for key in LOCATED if key in differs}
+    fields, values = dataclasses.fields(recipe), vars(recipe)
+    differs = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+    here = f"{os.getcwd()}/"
+    differs |= {k: differs[k].removeprefix(here) for k in LOCATED if k in differs}
     text = json.dumps(differs | {"layout": LAYOUT}, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
@@ -441,5 +445,7 @@ def explain(error: ValidationError) -> str:
         if part["type"] == "unexpected_keyword_argument":
             close = difflib.get_close_matches(key, known) or known
             text = f"no such key; there are {', '.join(close)}"
+        if part["type"] == "float_type" and isinstance(part["input"], str):
+            text += "; YAML takes 1.0e-3 for one, and 1e-3 for text"
         said += [f"{key} ({part['input']!r}): {text}" if key else text]
     return "; ".join(said)

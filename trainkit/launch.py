@@ -96,11 +96,9 @@ def describe(config, programs: tuple, environment: dict) -> dict:
     options = {"num_cpus": 0, "max_calls": 1, "runtime_env": variables}
     translated = ray.remote(**options)(translate).remote(config, *programs)
     recipe = {f.name: getattr(config, f.name) for f in dataclasses.fields(RecipeConfig)}
-    # Not where they are: storage may be mounted elsewhere, and a job has a folder of its own.
-    tokenizer, weights = map(recipe.pop, LOCATED)
-    recipe["what the tokenizer does"] = tokenizers.identity(tokenizer)
-    recipe["weights"] = os.path.basename(weights) if os.path.isabs(weights) else weights
+    recipe["what the tokenizer does"] = tokenizers.identity(config.tokenizer)
     now = {"recipe": recipe, "tokens": token_files.digest(config), "windows": {}}
+    now["evaluation"] = {"eval_steps": config.eval_steps}
     if "train" in now["tokens"]:  # or the run streams its text
         second = token_files.count_windows(config, "train") // config.batch_size + 1
         for n in (0, second, config.max_steps - 1):  # `second`: of the second epoch
@@ -126,10 +124,7 @@ def translate(config, create_state, train_step, eval_step) -> dict:
     return {
         "jax": jax.__version__,
         "program": base64.b85encode(zlib.compress(program.encode())).decode(),
-        "beside": {
-            "eval_step": zlib.crc32(evaluation.encode()),
-            "eval_steps": config.eval_steps,
-        },
+        "beside": {"eval_step": zlib.crc32(evaluation.encode())},
     }
 
 
@@ -153,14 +148,16 @@ def compare(config: TrainingConfig, now: dict) -> None:
     Raises:
         ValueError: with what differs, and what to do.
     """
+    now = json.loads(json.dumps(now))  # as what is known was: tuples are lists
     path, begun = config.run_path / "identity.json", checkpoints.list_folders(config)
     known = checkpoints.read_json(path) if begun else now
     if not known and (settings := checkpoints.newest_settings(config)):
         known = {"recipe": {"layout": 1} | settings}
     known = now | {"jax": "unknown"} | known
-    recipe, tokens, program, beside = (
+    recipe = differences(portable(known["recipe"]), portable(now["recipe"]))
+    tokens, program, beside, evaluation = (
         differences(known[key], now[key])
-        for key in ("recipe", "tokens", "windows", "beside")
+        for key in ("tokens", "windows", "beside", "evaluation")
     )
     if known["jax"] == now["jax"]:
         program += first_lines(known["program"], now["program"])
@@ -177,12 +174,19 @@ def compare(config: TrainingConfig, now: dict) -> None:
             + "\nChoose another run_name to start a new run, or undo the change. To continue "
             "with another program, set accept_changed_program: true."
         )
-    for each in beside:
+    for each in [*beside, *evaluation]:
         print(f"{config.run_path} continues, though {each}.")
     saved = checkpoints.list_saved(config)
     if saved and checkpoints.step_of(saved[0]) >= config.max_steps:
         print(f"max_steps: {saved[0]} is there already. Set it higher to train on.")
     checkpoints.write_whole(path, json.dumps(now))
+
+
+def portable(recipe: dict) -> dict:
+    """A recipe with files' names only: storage may be mounted elsewhere, and jobs move."""
+    places = {key: str(recipe.get(key, "")) for key in LOCATED}
+    names = {k: os.path.basename(v) for k, v in places.items() if os.path.isabs(v)}
+    return recipe | names
 
 
 def first_lines(before: str, now: str) -> list[str]:
