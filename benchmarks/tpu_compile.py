@@ -17,9 +17,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
-    "1"  # no chip is taken: others may compile, too
-)
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # others may compile at the same time
 
 import common
 from jax.experimental import topologies

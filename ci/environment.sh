@@ -3,7 +3,7 @@
 # vocabulary in place.
 
 case "$PWD" in
-  *[[:space:]\&\;\|\<\>\(\)\$\`\\\"\'\*\?]*)
+  *[[:space:]\&\;\|\<\>\(\)\{\}\$\`\\\"\'\*\?]*)
     echo "Ray can't start workers with a Python whose path holds a space or a character that" \
       "a shell reads, and .venv would lie in $PWD. Move this folder." >&2
     exit 1
@@ -26,8 +26,10 @@ if [ -z "$python" ]; then
   exit 1
 fi
 
-made_for="$PWD $("$python" -V)" # an environment can't be moved
+# An environment can't be moved, nor serve another Python.
+made_for="$(pwd -P) $("$python" -c 'import sys; print(*sys.version_info[:2])')"
 if [ -e .venv/made-for ] && [ "$(<.venv/made-for)" != "$made_for" ]; then
+  echo "Replacing .venv, which was made for $(<.venv/made-for), and this is $made_for."
   rm -rf .venv
 fi
 missing=()
@@ -60,9 +62,9 @@ if [ ${#missing[@]} != 0 ]; then
   for file in "$@"; do
     cp "$file" ".venv/${file//\//-}"
   done
-  echo "$made_for" >.venv/made-for
 fi
 source .venv/bin/activate
+[ -e .venv/made-for ] || echo "$made_for" >.venv/made-for
 
 # Container images often set this. Then each of Ray's processes compiles all that it imports,
 # and a run takes twice as long to start.

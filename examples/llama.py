@@ -66,8 +66,8 @@ def create_model(config, seed: int = 0) -> Llama:
 
 def loss_fn(params: nnx.State, windows: jax.Array, key, config) -> jax.Array:
     """Mean cross-entropy in nats per token over windows [B, T + 1]."""
-    graph, _ = nnx.split(nnx.eval_shape(partial(create_model, config)))
-    model = nnx.merge(graph, params)
+    model = nnx.eval_shape(partial(create_model, config))
+    nnx.update(model, params)
     windows = windows.astype(jnp.int32)
     logits, targets = model(windows[:, :-1]).astype(jnp.float32), windows[:, 1:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

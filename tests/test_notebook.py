@@ -108,10 +108,11 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
 @pytest.mark.slow
 def test_others_say_little(executed):
     """Of the lines of Ray's processes, all but the run's own; a hundred, if none is hidden."""
-    lines = re.findall(r"(?m)^.*\((?:\w+ pid=\d+|raylet)[^)]*\)(.*)", text_of(executed))
+    lines = re.findall(r"(?m)^.*(?:pid=\d+|raylet|autoscaler).*", text_of(executed))
     ours = r"(step|workers) \d+ \||Continuing from"
     others = [line for line in lines if not re.search(ours, line)]
-    assert len(lines) > 40 and len(others) <= 12, "\n".join(others)
+    others = [line for line in others if "file system" not in line]  # of a full disk
+    assert len(lines) - len(others) > 30 and len(others) <= 15, "\n".join(others)
 
 
 @pytest.mark.extra
@@ -133,10 +134,8 @@ def test_code_that_the_page_folds_away_runs(tutorial):
     cells = nbformat.read(ROOT / "README.ipynb", as_version=4).cells
     (text,) = [cell.source for cell in cells if "two_gpus" in cell.source]
     text = re.search(r"```python\n(.*?)```", text, re.S)[1]
-    exec(
-        text.replace("ray.data.from_pandas(points)", "None"),
-        names := dict(vars(tutorial)),
-    )
+    names = dict(vars(tutorial))
+    exec(text.replace("ray.data.from_pandas(points)", "None"), names)
     two_gpus = names["two_gpus"]
     assert two_gpus.scaling_config.total_resources["GPU"] == 2
     assert two_gpus.run_config.storage_path.startswith("s3://")

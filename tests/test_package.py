@@ -62,7 +62,9 @@ def test_nothing_unpickles_or_opens_a_port():
     assert [word for word in (*words, "dashboard_host") if word in text] == []
 
 
-@pytest.mark.parametrize("name", ["my folder", "R&D", "gpt2(1)", "o'brien"])
+@pytest.mark.parametrize(
+    "name", ["my folder", "R&D", "(1)", "o'b", "{a}", "a;b", "$a", "a*b", "`a", "<a>"]
+)
 def test_paths_that_a_shell_takes_apart_are_refused(tmp_path, name):
     """Of Python, for which Ray would wait forever, and of the clone, before an install."""
     clone = tmp_path / name
@@ -80,6 +82,17 @@ def test_paths_that_a_shell_takes_apart_are_refused(tmp_path, name):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 1 and words in result.stderr
     assert not (clone / ".venv").exists()
+
+
+def test_an_environment_of_another_folder_is_made_anew(tmp_path):
+    """Its scripts name that folder."""
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/made-for").write_text("/elsewhere 3 13\n")
+    command = ["bash", "-c", "source ci/environment.sh"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "Replacing .venv, which was made for /elsewhere 3 13" in result.stdout
+    assert not (tmp_path / ".venv/made-for").exists()
 
 
 def test_a_python_that_has_nothing_is_told_what_to_install():

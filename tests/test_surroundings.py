@@ -1,7 +1,9 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import ray
 import ray.train.v2.jax
@@ -177,10 +178,10 @@ def test_a_cluster_that_asks_for_a_token(tmp_path):
             python(START, **where, RAY_AUTH_MODE="disabled")
         python(START, **where | token)
     finally:
-        (*_, head) = heads
-        for process in (*psutil.Process(head.pid).children(recursive=True), head):
-            process.kill()
-        head.wait()
+        for head in heads:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
 
 
 def test_a_notebook_without_its_folder(tmp_path):

@@ -25,13 +25,16 @@ def compile_for_tpu(config: str, *options: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpt2-124m", pytest.param("stories", marks=pytest.mark.extra)]
+    "name, room",
+    [("gpt2-124m", 1.4), pytest.param("stories", 0.8, marks=pytest.mark.extra)],
 )
-def test_gpt2_124m_compiles_for_a_v6e_slice(name):
+def test_one_layer_compiles_for_a_v6e_slice(name, room):
     """With 1 of its 12 layers, for the time it takes; benchmarks/README.md has them all."""
     report = compile_for_tpu(f"{name}-tpu-v6e.yaml", "n_layer=1")
     assert report["devices"] == 16
-    assert report["temporary_gib"] < 1.4  # 1.48 with heads of 64 as the last axis
+    assert (
+        report["temporary_gib"] < room
+    )  # of gpt2-124m, 1.48 with heads of 64 as the last axis
     assert report["kernels"] == 2  # splash attention, forward and backward
     # Data-parallel: gradients are summed over all chips, and nothing else is moved.
     assert set(report["collectives"]) == {"all-reduce"}

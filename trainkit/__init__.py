@@ -140,7 +140,7 @@ def check_address() -> None:
         )
 
 
-if re.search(r"[\s&;|<>()$`\\\"'*?]", sys.executable):
+if re.search(r"[ \t\n&;|<>(){}$`\\\"'*?]", sys.executable):
     raise ImportError(
         "Ray can't start workers with a Python whose path holds a space or a character that a "
         f"shell reads, found {sys.executable}. Move it, or the folder of its environment."

@@ -68,7 +68,8 @@ def check_cluster(seconds: float | None = None) -> dict[str, float]:
             that is a minute, or ten where each node installs packages first.
     """
     if seconds is None:
-        seconds = 600 if "pip" in ray.get_runtime_context().runtime_env else 60
+        installs = {"pip", "uv", "conda"} & ray.get_runtime_context().runtime_env.keys()
+        seconds = 600 if installs else 60
     task = ray.remote(num_cpus=0)(lambda: importlib.import_module("trainkit").__name__)
     try:
         ray.get(task.remote(), timeout=seconds)
