@@ -108,7 +108,8 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
 @pytest.mark.slow
 def test_others_say_little(executed):
     """Of the lines of Ray's processes, all but the run's own; a hundred, if none is hidden."""
-    lines = re.findall(r"(?m)^.*(?:pid=\d+|raylet|autoscaler).*", text_of(executed))
+    prefix = r"(?m)^.*\((?:\S+ pid=\d+|raylet|autoscaler)[^)\n]*\)(?:\x1b\[0m)? *(\S.*)"
+    lines = re.findall(prefix, text_of(executed))
     ours = r"(step|workers) \d+ \||Continuing from"
     others = [line for line in lines if not re.search(ours, line)]
     others = [line for line in others if "file system" not in line]  # of a full disk
