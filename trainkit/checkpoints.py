@@ -75,10 +75,8 @@ class Checkpointer:
         self.config, self.orbax = config, create_writer(config)
         self.thread, self.saving = ThreadPoolExecutor(1), None
         self.noticed = False  # that a machine will be taken away
-        self.asked, self.ask_at = (
-            None,
-            0,
-        )  # (step, seconds) of the last time; the next step
+        self.asked = None  # the last step that asked for a notice, and the seconds then
+        self.ask_at = 0  # the next step
         if config.remote:
             # What a worker that was killed left, of whatever rank.
             shutil.rmtree(staging(config), ignore_errors=True)
@@ -283,10 +281,8 @@ def array_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a pytree's arrays, by name, such as params.wte.embedding.value."""
     found = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if jax.dtypes.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        ):  # saved as its numbers
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)  # as which it is saved
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         found[name] = tuple(leaf.shape)
     return found
