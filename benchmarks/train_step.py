@@ -42,7 +42,6 @@ CPU = {
 CONFIGS = {"gpu": "gpt2-124m.yaml", "tpu": "gpt2-124m-tpu-v6e.yaml"}
 VARIANTS = [  # changes of the configuration; those that it already has are left out
     {"attention": "xla"},
-    {"dropout": 0.1},
     {"scan_layers": True},
     {"loss_chunks": 1},
     {"loss_chunks": 8},

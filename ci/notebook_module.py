@@ -104,8 +104,7 @@ def abstract_state(tutorial: types.ModuleType, config, mesh):
     """The shapes and shardings of the notebook's state on `mesh`."""
     from trainkit import sharding  # which imports JAX
 
-    rules = tutorial.SHARDING_RULES
-    return sharding.abstract_state(tutorial.create_state, config, mesh, rules)
+    return sharding.abstract_state(tutorial.create_state, config, mesh)
 
 
 def initial_state(tutorial: types.ModuleType, config, mesh):

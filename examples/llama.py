@@ -1,8 +1,7 @@
 """A model of another kind: Llama's layers, written in Flax NNX as one would anywhere.
 
 Touvron et al. 2023: RMS norms before each layer, rotary positions, SwiGLU, an untied head.
-To train it, paste this in place of the notebook's cells of GPT-2 and of its loss, and set
-SHARDING_RULES to (): the parameters are then divided over `fsdp` by their shapes.
+To train it, paste this in place of the notebook's cells of GPT-2 and of its loss.
 """
 
 from functools import partial
@@ -60,11 +59,11 @@ class Llama(nnx.Module):
         return self.head(self.norm(x))
 
 
-def create_model(config, seed: int = 0) -> Llama:
-    return Llama(config, rngs=nnx.Rngs(seed))
+def create_model(config) -> Llama:
+    return Llama(config, rngs=nnx.Rngs(config.seed))
 
 
-def loss_fn(params: nnx.State, windows: jax.Array, key, config) -> jax.Array:
+def loss_fn(params: nnx.State, windows: jax.Array, config) -> jax.Array:
     """Mean cross-entropy in nats per token over windows [B, T + 1]."""
     model = nnx.eval_shape(partial(create_model, config))
     nnx.update(model, params)

@@ -177,7 +177,6 @@ def reference(tutorial, small_factory, write_bins, tmp_path_factory):
         folder / "reference",
         num_workers=2,
         n_layer=1,  # less to compile in each start
-        dropout=0.1,
         max_steps=72,
         eval_interval=12,
         decay_steps=72,

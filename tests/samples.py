@@ -49,9 +49,9 @@ def equations(jaxpr, name: str) -> list[dict]:
 
 
 def loss_of(tutorial, model, windows, config=None) -> float:
-    """The loss of a model, without dropout."""
+    """The loss of a model."""
     params, config = nnx.state(model, nnx.Param), config or model.config
-    return float(tutorial.loss_fn(params, windows, None, config))
+    return float(tutorial.loss_fn(params, windows, config))
 
 
 def imports_of(tree: ast.AST) -> set[str]:

@@ -76,7 +76,7 @@ def save_steps(checkpointer, *steps) -> None:
 
 @pytest.fixture
 def restore(checkpointer, monkeypatch):
-    """`restore` of a checkpointer in this process, and what it reports to Ray."""
+    """What a checkpointer in this process restores, and what it reports to Ray."""
     reports = []
     report = lambda metrics, **options: reports.append((metrics, options))  # noqa: E731
     monkeypatch.setattr(ray.train, "report", report)
@@ -89,7 +89,7 @@ def restore(checkpointer, monkeypatch):
             name: jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
             for name, shape in shapes.items()
         }
-        state = checkpointer.restore(known, target)
+        state = checkpointer.newest(known, target)
         return state and int(state["kernel"][0, 0]), list(reports)
 
     return restore
@@ -364,7 +364,7 @@ def hashes(tree) -> dict[str, str]:
 
 
 def test_an_old_checkpoint_is_still_read(tutorial):
-    """The first of its layout: the model alone, and the whole state, bit for bit."""
+    """The model alone, and the whole state, bit for bit."""
     expected = json.loads((DATA / "old_checkpoint/arrays.json").read_text())
     checkpoint = ray.train.Checkpoint(DATA / "old_checkpoint/step_00000003")
     model = trainkit.generate.load_model(tutorial.create_model, checkpoint)

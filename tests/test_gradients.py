@@ -25,18 +25,16 @@ def test_only_kernels_are_cast(tutorial, small):
 
 
 @pytest.mark.parametrize("size", [6, 2, 1])
-def test_a_micro_batch_has_every_kth_window_and_a_key_of_its_own(small, size):
-    """The key is folded with the device and with the micro-batch, in this order."""
+def test_a_micro_batch_has_every_kth_window(small, size):
     config = small(batch_size=6, device_batch_size=size)
     params = nnx.State({"kernel": nnx.Param(jnp.float32(2))})
-    windows, key, k = jnp.arange(6.0)[:, None], jax.random.key(7), 6 // size
+    windows, k = jnp.arange(6.0)[:, None], 6 // size
 
-    def loss(params, windows, key, config):
-        return (params["kernel"][...] * windows).mean() * jax.random.uniform(key)
+    def loss(params, windows, config):
+        return params["kernel"][...] * windows.mean() ** 2
 
-    keys = [jax.random.fold_in(jax.random.fold_in(key, 0), i) for i in range(k)]
-    parts = [windows[i::k].mean() * jax.random.uniform(keys[i]) for i in range(k)]
-    given = params, windows, key, config, ()
+    parts = [windows[i::k].mean() ** 2 for i in range(k)]
+    given = params, windows, config
     assert trainkit.sharding.mean(loss, *given) == pytest.approx(2 * np.mean(parts))
     both = trainkit.sharding.mean(jax.value_and_grad(loss), *given)
     assert both[0] == pytest.approx(2 * np.mean(parts))
@@ -48,7 +46,7 @@ import json, os, re, sys
 os.environ["XLA_FLAGS"] = (  # the programs are small, and compiled a third faster
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
 sys.path[:0] = ["benchmarks"]
-import jax, numpy as np, optax, program, trainkit.config, trainkit.sharding
+import jax, numpy as np, program, trainkit.config, trainkit.sharding
 from common import load_notebook, lower_step
 from notebook_module import abstract_state, initial_state
 
@@ -58,9 +56,9 @@ shape = dict(vocab_size=1000, block_size=32, n_head=8, n_embd=64, batch_size=16,
              loss_chunks=2, warmup_steps=3, decay_steps=20, learning_rate=1e-3)
 loss_fn, seen = tutorial.loss_fn, []
 
-def noting(params, windows, key, config):
+def noting(params, windows, config):
     seen.append([params["h"][0]["mlp"]["c_fc"]["kernel"].shape, windows.shape])
-    return loss_fn(params, windows, key, config)
+    return loss_fn(params, windows, config)
 
 tutorial.loss_fn = noting
 
@@ -81,7 +79,7 @@ def run(data, fsdp, tensor, **changes):
         batch = jax.device_put(batch, trainkit.sharding.batch_sharding(mesh))
         state, metrics = step(state, batch)
         steps.append([float(metrics[name]) for name in ("loss", "grad_norm")])
-    with jax.set_mesh(mesh):  # the last, without dropout
+    with jax.set_mesh(mesh):
         steps.append([float(tutorial.eval_step(state.params, batch, config)), 0.0])
     # A device sees its windows, and keeps its part, but computes with all of what fsdp divides.
     kernel = state.params["h"][0]["mlp"]["c_fc"]["kernel"][...]
@@ -94,20 +92,6 @@ def run(data, fsdp, tensor, **changes):
         "collectives": program.collectives(program.parse(step.as_text())),
     }
 
-def drawn(devices, **changes):
-    # The first losses, with the key of each device and micro-batch; their gradients' norm.
-    config = trainkit.config.TrainingConfig(
-        **shape, n_layer=1, platform="cpu", compute_dtype="float32", **changes)
-    params, found = tutorial.create_state(config).params, []
-    one = jax.jit(jax.value_and_grad(loss_fn), static_argnums=3)
-    step_key = jax.random.fold_in(jax.random.key(config.seed), 0)
-    for device, rows in enumerate(np.split(windows[0], devices)):
-        for index in range(2):
-            key = jax.random.fold_in(jax.random.fold_in(step_key, device), index)
-            found.append(one(params, rows[index::2], key, config))
-    mean = jax.tree.map(lambda *arrays: sum(arrays) / len(arrays), *found)
-    return [float(loss) for loss, _ in found], float(optax.tree.norm(mean[1]))
-
 half = {"compute_dtype": "bfloat16"}
 print(json.dumps({
     "one device": run(1, 1, 1),
@@ -115,9 +99,8 @@ print(json.dumps({
     "tensor, two layers": run(1, 1, 8, n_layer=2),
     "all three": run(2, 2, 2),
     "by layer, bfloat16": run(2, 4, 1, scan_layers=True, **half),
-    "dropout, bfloat16": run(8, 1, 1, dropout=0.3, **half),
-    "dropout": run(2, 4, 1, dropout=0.3),
-    "dropout by hand": drawn(8, dropout=0.3),
+    "data, bfloat16": run(8, 1, 1, **half),
+    "data and fsdp": run(2, 4, 1),
 }))
 """
 
@@ -130,7 +113,11 @@ def runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh, far", [("tensor", 1e-5), ("all three", 1e-5), ("by layer, bfloat16", 0.02)]
+    "mesh, far",
+    [
+        *[(mesh, 1e-5) for mesh in ("tensor", "data and fsdp", "all three")],
+        *[(f"{kind}, bfloat16", 0.02) for kind in ("data", "by layer")],
+    ],
 )
 def test_losses_and_gradients_of_two_micro_batches_are_those_of_one_device(
     runs, mesh, far
@@ -141,16 +128,9 @@ def test_losses_and_gradients_of_two_micro_batches_are_those_of_one_device(
 
 
 @pytest.mark.slow
-def test_each_device_and_micro_batch_draws_anew(runs):
-    losses, norm = runs["dropout by hand"]
-    assert len(set(losses)) == len(losses) == 16
-    assert runs["dropout"]["steps"][0] == pytest.approx(
-        [np.mean(losses), norm], abs=1e-5
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dropout", "dropout, bfloat16", "by layer, bfloat16"])
+@pytest.mark.parametrize(
+    "mesh", ["data and fsdp", "data, bfloat16", "by layer, bfloat16"]
+)
 def test_gradients_meet_once_a_step_in_float32(runs, mesh):
     """By layer, a layer is fetched in the loop, and its gradients are summed over fsdp."""
     collectives = runs[mesh]["collectives"]
@@ -158,7 +138,7 @@ def test_gradients_meet_once_a_step_in_float32(runs, mesh):
     assert sums and runs[mesh]["summed"] == ["f32"]
     in_loop = {"all-gather", "reduce-scatter"} if "by layer" in mesh else set()
     assert {c["kind"] for c in collectives if c["in_loop"]} == in_loop
-    if mesh == "dropout":  # nothing is summed whole: the token embedding alone is
+    if mesh == "data and fsdp":  # nothing is summed whole: the token embedding alone is
         assert sum(c["bytes"] for c in sums) < 4 * 1024 * 64
     assert runs["one device"]["collectives"] == []
 

@@ -65,7 +65,7 @@ def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
 
     def kept(n_layer):
         blocks = tutorial.create_model(small(n_layer=n_layer)).h
-        _, pull = jax.vjp(lambda x: run_blocks(blocks, x, None, scan=True), x)
+        _, pull = jax.vjp(lambda x: run_blocks(blocks, x, scan=True), x)
         return sum(np.size(array) for array in jax.tree.leaves(pull))
 
     block = jax.tree.leaves(nnx.state(tutorial.create_model(small()).h[0]))
@@ -73,35 +73,11 @@ def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
     assert (kept(5) - kept(2)) / 3 == pytest.approx(expected, rel=0.02)
 
 
-class Draw(nnx.Module):
-    """A block that adds a number, if it is given a stream."""
-
-    def __init__(self, scale):
-        self.scale = nnx.Param(jnp.float32(scale))
-
-    def __call__(self, x, rngs=None, cache=None):
-        drawn = jax.random.uniform(rngs.dropout(), x.shape) if rngs else 0
-        return self.scale[...] * x + drawn
-
-
-def test_a_scan_draws_for_each_block_and_place_anew():
-    def run(x, *scales, seed=None):
-        rngs = None if seed is None else nnx.Rngs(dropout=seed)
-        return run_blocks(nnx.List(map(Draw, scales)), x, rngs, scan=True)
-
-    x = jnp.zeros((2, 3, 4))
-    one, both = run(x, 1, seed=0), run(x, 1, -1, seed=0)
-    assert len(np.unique(one)) == one.size  # between 0 and 1, and all different
-    assert len(np.unique(np.abs(both))) == both.size  # not two draws that cancel out
-    assert (run(x, 1, seed=0) == one).all() and (run(x, 1, seed=1) != one).any()
-    assert (run(x + 1, 3, 2) == 6).all()
-
-
 def test_blocks_that_differ_are_not_scanned():
     """The loop would run all of them as the first."""
     blocks = nnx.List([nnx.Dropout(rate) for rate in (0.1, 0.1, 0.2)])
     with pytest.raises(ValueError, match="expected equal blocks, and block 2 differs"):
-        run_blocks(blocks, jnp.ones((1, 2, 4)), None, scan=True)
+        run_blocks(blocks, jnp.ones((1, 2, 4)), scan=True)
 
 
 def test_fewer_keys_than_queries_are_cached_for_all():

@@ -81,7 +81,7 @@ def odd(small, write_bins):
     Of 33 windows in steps of 4, an epoch ends inside a batch.
     """
     config = small(
-        **{"seed": 7, "n_layer": 1, "dropout": 0.1, "device_batch_size": 2},
+        **{"seed": 7, "n_layer": 1, "device_batch_size": 2},
         **{"max_steps": 11, "log_interval": 3, "eval_interval": 4, "eval_steps": 3},
         **{"checkpoint_interval": 5, "stall_timeout_s": 77.0},
     )
@@ -125,7 +125,7 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
 
 
 def test_validation_loss_is_the_mean_over_the_first_windows(tutorial, play, odd):
-    """Of 12 windows in three batches, each in two parts, without dropout."""
+    """Of 12 windows in three batches, each in two parts."""
     reports, _ = play(odd)
     windows = windows_of(odd, "val")[:12].astype(np.int32)
     (folder,) = (odd.run_path / name for name, _ in reports[-1:])

@@ -32,7 +32,6 @@ def test_another_model_and_optimizer(tutorial, cluster, small, write_bins, monke
     for name in ("create_model", "loss_fn"):
         monkeypatch.setattr(tutorial, name, getattr(llama, name))
     monkeypatch.setattr(tutorial, "create_optimizer", lion)
-    monkeypatch.setattr(tutorial, "SHARDING_RULES", ())
     config = write_bins(small(vocab_size=61, fsdp=2, devices_per_worker=2))
     for steps in (10, 20):
         config = dataclasses.replace(config, max_steps=steps)
@@ -55,7 +54,6 @@ import trainkit.config, trainkit.sharding
 
 tutorial = load_notebook()
 tutorial.create_model, tutorial.loss_fn = llama.create_model, llama.loss_fn
-tutorial.SHARDING_RULES = ()
 
 def run(n, **changes):
     config = trainkit.config.TrainingConfig(

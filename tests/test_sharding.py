@@ -36,8 +36,7 @@ def test_parameters_are_divided_as_the_table_says(tutorial, small, shape):
     names = "data", "fsdp", "tensor"
     mesh = jax.sharding.AbstractMesh(shape, names)
     config = small(n_head=8, n_embd=64)
-    create, rules = tutorial.create_state, tutorial.SHARDING_RULES
-    state = trainkit.sharding.abstract_state(create, config, mesh, rules)
+    state = trainkit.sharding.abstract_state(tutorial.create_state, config, mesh)
     sizes, moments = dict(zip(names, shape)), state.opt_state[1][0]
     params = jax.tree.leaves_with_path(state.params)
     others = zip(*map(jax.tree.leaves, (moments.mu, moments.nu)), strict=True)
@@ -60,7 +59,7 @@ def test_what_has_another_shape_than_its_parameter_is_whole(tutorial, small):
         return state._replace(opt_state=rows)
 
     mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
-    state = trainkit.sharding.abstract_state(create_state, small(), mesh, ())
+    state = trainkit.sharding.abstract_state(create_state, small(), mesh)
     assert not state.params["wte"]["embedding"].sharding.is_fully_replicated
     rows = jax.tree.leaves(state.opt_state)
     assert all(x.sharding.is_fully_replicated for x in rows)
@@ -110,20 +109,30 @@ def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, mess
         list(trainkit.sharding.global_batches(batches, [expected], config, mesh))
 
 
-def specs_of(rules, shapes: dict, fsdp=2, tensor=2) -> dict[str, tuple]:
-    """How arrays of these names and shapes are divided."""
+@pytest.fixture
+def specs_of(monkeypatch):
+    """A function that says how rules divide arrays of these names and shapes."""
+
+    def specs_of(rules, shapes: dict, **sizes) -> dict[str, tuple]:
+        monkeypatch.setattr(trainkit.sharding, "RULES", rules)
+        return specs(shapes, **sizes)
+
+    return specs_of
+
+
+def specs(shapes: dict, fsdp=2, tensor=1) -> dict[str, tuple]:
     arrays = {
         name: nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
         for name, shape in shapes.items()
     }
     params = nnx.State(traverse_util.unflatten_dict(arrays, sep="/"))
     mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
-    specs = trainkit.sharding.parameter_specs(params, rules, mesh)
+    specs = trainkit.sharding.parameter_specs(params, mesh)
     leaves = jax.tree.leaves_with_path(specs)
     return {trainkit.sharding.name_of(path): tuple(spec) for path, spec in leaves}
 
 
-def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides():
+def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides(specs_of):
     expected = {
         "a/kernel": ((6, 8), (None, "fsdp")),
         "a/bias": ((8,), ("fsdp",)),
@@ -138,7 +147,7 @@ def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides():
     assert found == {name: spec for name, (_, spec) in expected.items()}
 
 
-def test_the_first_row_that_fits_counts():
+def test_the_first_row_that_fits_counts(specs_of):
     rules = (("up/first", ("tensor", None)), ("first", ("fsdp", "tensor")))
     kernels = {"up/first/kernel": (2, 4), "first/kernel": (2, 4)}
     assert specs_of(rules, kernels | {"first/bias": (4,)}) == {
@@ -154,18 +163,18 @@ def test_the_first_row_that_fits_counts():
 @pytest.mark.parametrize(
     "rule, message",
     [
-        (("nothing", ("fsdp", None)), "nothing fits no parameter"),
-        (("lay", ("fsdp", None)), "lay fits no parameter"),  # a part of a word
-        (("layer", ("fsdp",)), "layer fits no parameter with as many axes"),
-        (("layer", (None, "fsdp")), r"layer/kernel, \[4, 3\], over fsdp, and 3 is no"),
+        (("nothing", ("fsdp", "tensor")), "no row .* there are layer/kernel and"),
+        (("lay", ("fsdp", "tensor")), "no row .* of this model"),  # a part of a word
+        (("layer", ("tensor",)), "no row .* of this model"),  # of another shape
+        (("layer", ("fsdp", None)), "no row .* of this model"),
+        (("layer", ("tensor", "fsdp")), r"layer/kernel, \[4, 3\], is divided over"),
         (("layer/kernel", ("tensor", "tensor")), "over tensor, and 3 is no multiple"),
-        (("layer", ("data", None)), r"found 'layer', \('data', None\); expected names"),
-        ((("fsdp", None), "layer"), "expected names of parameters"),
     ],
 )
-def test_rows_that_cannot_be_followed_are_refused(rule, message):
-    with pytest.raises(ValueError, match=f"SHARDING_RULES: .*{message}"):
-        specs_of((rule,), {"layer/kernel": (4, 3)})
+def test_rows_that_cannot_be_followed_are_refused(specs_of, rule, message):
+    match = f"(tensor_parallel|sharding.RULES): .*{message}"
+    with pytest.raises(ValueError, match=match):
+        specs_of((rule,), {"layer/kernel": (4, 3)}, tensor=2)
 
 
 def test_only_the_models_own_blocks_are_left_to_the_loop(small, monkeypatch):
@@ -193,7 +202,7 @@ def test_parameters_of_two_bytes_are_refused(tutorial, small):
 
     mesh = trainkit.sharding.make_mesh(config := small())
     with pytest.raises(ValueError, match="create_model: h/0/.* is bfloat16; expected"):
-        trainkit.sharding.abstract_state(create_state, config, mesh, ())
+        trainkit.sharding.abstract_state(create_state, config, mesh)
 
 
 def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):

@@ -50,7 +50,7 @@ NOISE = (
 
 
 def set_up_driver() -> None:
-    """Prepare this process to start or join a Ray cluster: call it before Ray is imported.
+    """Prepare this process, before JAX and Ray are imported, to start or join a cluster.
 
     Raises:
         ImportError: Python or a package is missing, or known not to work.
@@ -58,12 +58,14 @@ def set_up_driver() -> None:
     """
     check_versions()
     check_address()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
     if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
         # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         can_keep_token = os.access(os.path.expanduser("~"), os.W_OK)
         if not can_keep_token and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["grpc_proxy"] = ""  # processes call one another without an HTTP proxy
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(NOISE))  # "" shows all
     for name in ("_private.authentication", "_private.runtime_env", "data._internal"):
         logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)

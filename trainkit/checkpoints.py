@@ -44,8 +44,8 @@ from etils import epath
 from filelock import FileLock
 from jax.experimental import multihost_utils
 
-from trainkit import lock
-from trainkit.config import LAYOUT, TrainingConfig
+from trainkit import lock, sharding
+from trainkit.config import TrainingConfig
 
 PAUSES = (1, 2, 4, 8, 16, 32)  # seconds before each further attempt: a minute in all
 COPYING = {"chunk_size": 2**26, "use_threads": False}  # as Ray does: apache/arrow#32372
@@ -164,7 +164,23 @@ class Checkpointer:
         if self.saving:
             self.saving.result()
 
-    def restore(self, recorded: ray.train.Checkpoint | None, target: Any) -> Any:
+    def restore(
+        self, recorded: ray.train.Checkpoint | None, create_state: Callable
+    ) -> Any:
+        """The state that the run continues from, or the one before its first step.
+
+        Args:
+            recorded: as `newest` takes it.
+            create_state: makes the state, a pytree with `params`, for a configuration.
+        """
+        config, mesh = self.config, jax.sharding.get_mesh()
+        target = sharding.abstract_state(create_state, config, mesh)
+        state = self.newest(recorded, target)
+        if state is None:
+            state = sharding.initial_state(create_state, config, target)
+        return state
+
+    def newest(self, recorded: ray.train.Checkpoint | None, target: Any) -> Any:
         """The state of the run's newest checkpoint that all workers can read.
 
         Args:
@@ -329,12 +345,6 @@ def load_params(
             raise ValueError(
                 f"checkpoint: {checkpoint.path} holds no configuration; expected a folder "
                 "that a run has saved, such as step_00001000"
-            )
-        if (layout := settings.get("layout", 1)) != LAYOUT:
-            raise ValueError(
-                f"checkpoint: {checkpoint.path} has layout {layout}, of an older version of "
-                f"this tutorial, and this one reads layout {LAYOUT}. Read it with that "
-                "version, or train anew"
             )
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         known = {k: v for k, v in settings.items() if k in fields}  # of older versions

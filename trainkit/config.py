@@ -66,7 +66,6 @@ TPU_TOPOLOGIES = {"TPU-V6E": SLICES_2D, "TPU-V5LITEPOD": SLICES_2D}
 STORAGE = (
     r"(?!.*[*?[\]\\])((s3|gs)://(?!/|.*([#%]|//|[^!-~]|/\.\.?(/|$))).+|(?!.*://).*)"
 )
-LAYOUT = 2  # of checkpoints, and of random draws: the runs of an older one can't go on
 LOCATED = ("tokenizer", "init_from")  # which may be paths, and become absolute
 SPLASH_BLOCK = 512  # tokens that the TPU's attention kernel takes at once
 DIVISORS = [  # a number of parts, and what it divides evenly
@@ -89,7 +88,6 @@ class ShapeConfig:
     n_layer: PositiveInt = 12
     n_head: PositiveInt = 12
     n_embd: PositiveInt = 768
-    dropout: Fraction = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
 
     @property
@@ -113,10 +111,7 @@ class ShapeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig(ShapeConfig):
-    """The shape, and how it is computed, which changes numbers by rounding only.
-
-    (With dropout, `scan_layers` also decides what is drawn.)
-    """
+    """The shape, and how it is computed, which changes numbers by rounding only."""
 
     attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
@@ -144,7 +139,6 @@ class RecipeConfig(ShapeConfig):
     beta2: Fraction = 0.95
     grad_clip: Positive = 1.0  # global norm
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
-    layout: Literal[LAYOUT] = LAYOUT  # a run keeps that of the version that began it
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -152,7 +146,7 @@ class MachineConfig:
     """The workers, and how the model is spread over their devices.
 
     Other values here change how fast the result comes, and the result by no more than
-    rounding. (With dropout, the number of micro-batches also decides what is drawn.)
+    rounding.
     """
 
     platform: Literal["cpu", "gpu", "tpu"] = "gpu"
@@ -421,7 +415,7 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     differs = {f.name: values[f.name] for f in fields if values[f.name] != f.default}
     here = f"{os.getcwd()}/"
     differs |= {k: differs[k].removeprefix(here) for k in LOCATED if k in differs}
-    text = json.dumps(differs | {"layout": LAYOUT}, sort_keys=True)
+    text = json.dumps(differs, sort_keys=True)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"

@@ -263,9 +263,7 @@ def their_config(config, **others) -> transformers.GPT2Config:
     """The same model in the words of the transformers library."""
     return transformers.GPT2Config(
         **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
-        resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout,
-        attn_pdrop=0.0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         architectures=["GPT2LMHeadModel"],
         dtype="float32",
         **others,

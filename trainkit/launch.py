@@ -152,7 +152,7 @@ def compare(config: TrainingConfig, now: dict) -> None:
     path, begun = config.run_path / "identity.json", checkpoints.list_folders(config)
     known = checkpoints.read_json(path) if begun else now
     if not known and (settings := checkpoints.newest_settings(config)):
-        known = {"recipe": {"layout": 1} | settings}
+        known = {"recipe": settings}
     known = now | {"jax": "unknown"} | known
     recipe = differences(portable(known["recipe"]), portable(now["recipe"]))
     tokens, program, beside, evaluation = (

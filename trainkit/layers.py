@@ -87,7 +87,6 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> ja
 def run_blocks(
     blocks: nnx.List,
     x: jax.Array,
-    rngs: nnx.Rngs | None,
     caches: list | None = None,
     scan: bool = False,
 ) -> jax.Array:
@@ -96,15 +95,14 @@ def run_blocks(
     With `scan`, one compiled block runs in a loop over all parameters: many blocks compile to
     a long program, and this one stays short. `jax.checkpoint` keeps only each block's input;
     the backward pass computes the rest again, and with `fsdp` fetches the block's parameters
-    again. That costs a quarter more arithmetic, and dropout draws other numbers. To generate,
-    with `caches`, there is no loop.
+    again. That costs a quarter more arithmetic. To generate, with `caches`, there is no loop.
 
     Raises:
         ValueError: with `scan`, a block isn't like the first.
     """
     if not scan or caches is not None:
         for block, cache in zip(blocks, caches or [None] * len(blocks)):
-            x = block(x, rngs=rngs, cache=cache)
+            x = block(x, cache)
         return x
     graph, states = nnx.graphdef(blocks[0]), [nnx.state(block) for block in blocks]
     if other := [i for i, block in enumerate(blocks) if nnx.graphdef(block) != graph]:
@@ -112,15 +110,12 @@ def run_blocks(
             f"scan_layers: expected equal blocks, and block {other[0]} differs"
         )
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
-    keys = jax.random.split(rngs.dropout(), len(blocks)) if rngs else None
 
     @jax.checkpoint
-    def run_block(x, layer):
-        state, key = layer
-        rngs = None if key is None else nnx.Rngs(dropout=key)
-        return nnx.merge(graph, sharding.fetch_marked(state))(x, rngs=rngs), None
+    def run_block(x, state):
+        return nnx.merge(graph, sharding.fetch_marked(state))(x), None
 
-    return jax.lax.scan(run_block, x, (stacked, keys))[0]
+    return jax.lax.scan(run_block, x, stacked)[0]
 
 
 def cross_entropy(

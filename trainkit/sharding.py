@@ -5,9 +5,9 @@ are the parameters and what an optimizer keeps of them. The notebook defines mod
 these functions take its `create_model(config)` or `create_state(config)` as an argument.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import jax
@@ -21,6 +21,13 @@ from trainkit.config import ModelConfig, TrainingConfig
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # divide the windows of a batch
+# Parts of parameters' names, and the axes that divide the rows and the columns of their
+# matrices; the first that fits counts. So divided over `tensor`, attention and the MLP each
+# communicate once forwards and once backwards (Shoeybi et al. 2019, section 3).
+RULES = (
+    ("query|key|value|c_fc", ("fsdp", "tensor")),
+    ("wte|c_proj", ("tensor", "fsdp")),
+)
 
 
 def make_mesh(config, devices: list | None = None) -> jax.sharding.Mesh:
@@ -49,48 +56,39 @@ def name_of(path: tuple) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def parameter_specs(params: nnx.State, rules: tuple, mesh: jax.sharding.Mesh):
-    """A pytree like `params`: which axes of the mesh divide each parameter.
+def parameter_specs(params: nnx.State, mesh: jax.sharding.Mesh):
+    """A pytree like `params`: which axes of the mesh divide each parameter, by `RULES`.
 
-    A row of `rules` has parts of parameters' names, as in "query|key", and a mesh axis or
-    None for each axis of their kernels or embedding; the first that fits counts. What
-    no row names is divided over `fsdp` along the largest axis that divides, if it has two
-    axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
+    What no rule names is divided over `fsdp` along the largest axis that divides, if it has
+    two axes or more. A bias is divided as the output of its kernel; smaller arrays aren't.
 
     Raises:
-        ValueError: a row names another axis, fits no parameter, or doesn't divide one.
+        ValueError: a rule doesn't divide a parameter, or none divides any over `tensor`.
     """
-    for part, axes in rules:
-        if not isinstance(part, str) or {*axes} - {"fsdp", "tensor", None}:
-            raise ValueError(
-                f"SHARDING_RULES: found {part!r}, {axes!r}; expected names of parameters, and "
-                'for each of their axes "fsdp", "tensor", or None'
-            )
-    rules = [(name, axes) for names, axes in rules for name in names.split("|")]
     leaves, structure = jax.tree.flatten_with_path(params)
-    shapes = {name_of(path): x.shape for path, x in leaves}
-    found, fitting = {}, set()
+    shapes, found = {name_of(path): x.shape for path, x in leaves}, {}
     for name, shape in shapes.items():
         fits = (
-            (part, axes)
-            for part, axes in rules
-            if f"/{part}/" in f"/{name}/" and len(axes) == len(shape)
+            axes
+            for parts, axes in RULES
+            if len(axes) == len(shape)
+            and any(f"/{part}/" in f"/{name}/" for part in parts.split("|"))
         )
         sizes = [size if size % mesh.shape["fsdp"] == 0 else 0 for size in shape]
         largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
         default = tuple("fsdp" if i == largest else None for i in range(len(shape)))
-        part, found[name] = next(fits, (None, default))
-        fitting.add(part)
+        found[name] = next(fits, default)
         for axis, size in zip(found[name], shape):
             if axis and size % mesh.shape[axis]:
                 raise ValueError(
-                    f"SHARDING_RULES: {part} divides {name}, {list(shape)}, over {axis}, and "
+                    f"sharding.RULES: {name}, {list(shape)}, is divided over {axis}, and "
                     f"{size} is no multiple of {axis}: {mesh.shape[axis]}"
                 )
-    if unused := [part for part, _ in rules if part not in fitting]:
+    if mesh.shape["tensor"] > 1 and "tensor" not in {*chain(*found.values())}:
         raise ValueError(
-            f"SHARDING_RULES: {', '.join(unused)} fits no parameter with as many axes that "
-            f"isn't in a row above; there are {', '.join([*shapes][:20])} and so on"
+            "tensor_parallel: no row of sharding.RULES divides a parameter of this model over "
+            f"tensor; there are {', '.join([*shapes][:20])} and so on. Add a row, or set it "
+            "to 1 and fsdp higher"
         )
     for name, shape in shapes.items():
         kernel = name.removesuffix("bias") + "kernel"
@@ -188,16 +186,14 @@ def global_batches(
             yield jax.make_array_from_process_local_data(sharding, tokens, shape)
         yield None  # follows the last
 
-    return (array for array, _ in itertools.pairwise(arrays()))
+    return (array for array, _ in pairwise(arrays()))
 
 
 def mean(
     function: Callable,
     params: nnx.State,
     windows: jax.Array,
-    key: jax.Array | None,
     config: TrainingConfig,
-    rules: tuple,
 ) -> Any:
     """What `function` gives for a step's windows: a loss, or a loss and its gradients.
 
@@ -209,51 +205,44 @@ def mean(
     layers, and sums a layer's gradients over `fsdp` for each micro-batch.
 
     Args:
-        function: of parameters, windows [B, T + 1], a key, and `config`: the mean loss of
-            the windows, or what `jax.value_and_grad` makes of it.
-        params: float32, divided over the mesh as `rules` say.
+        function: of parameters, windows [B, T + 1], and `config`: the mean loss of the
+            windows, or what `jax.value_and_grad` makes of it.
+        params: float32, divided over the mesh as `parameter_specs` says.
         windows: [B, T + 1], divided over the mesh by `batch_sharding`.
-        key: for dropout; each device and micro-batch draws with one of its own.
-        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
     """
     mesh, k = jax.sharding.get_abstract_mesh(), config.micro_batches
     function = partial(function, config=config)
-    form = jax.tree.structure(jax.eval_shape(function, params, windows, key))
+    form = jax.tree.structure(jax.eval_shape(function, params, windows))
 
-    def on_device(params, windows, key, device=0) -> list:
+    def on_device(params, windows) -> list:
         """The mean of the micro-batches: the loss and, if there are any, the gradients."""
 
-        def add_micro_batch(total, micro):
-            windows, index = micro
-            draws = key
-            if key is not None:
-                draws = jax.random.fold_in(jax.random.fold_in(key, device), index)
-            found = jax.tree.leaves(function(params, windows, draws))
+        def add_micro_batch(total, windows):
+            found = jax.tree.leaves(function(params, windows))
             return [*map(jnp.add, total, found)], None
 
         shapes = [(), *(x.shape for x in jax.tree.leaves(params))][: form.num_leaves]
         zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
         # Micro-batch i has every k-th window from the i-th on.
         micros = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
-        total, _ = jax.lax.scan(add_micro_batch, zeros, (micros, jnp.arange(k)))
+        total, _ = jax.lax.scan(add_micro_batch, zeros, micros)
         return [x / k for x in total]
 
     if not mesh.shape:
         whole = jax.tree.map(lambda _: PartitionSpec(), params)
         params = fetch(params, whole, config)
-        return jax.tree.unflatten(form, on_device(params, windows, key))
+        return jax.tree.unflatten(form, on_device(params, windows))
 
     axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
     specs = jax.tree.map(  # what `tensor` divides is left to XLA
         lambda spec: PartitionSpec(*(a if a in axes else None for a in spec)),
-        parameter_specs(params, rules, mesh),
+        parameter_specs(params, mesh),
     )
     results = [PartitionSpec(), *jax.tree.leaves(specs)][: form.num_leaves]
 
-    def on_each_device(parts, windows, key) -> list:
+    def on_each_device(parts, windows) -> list:
         """The mean over the devices, as far as this one holds the parameter."""
-        device = jax.lax.axis_index(BATCH_AXES)
-        found = on_device(fetch(parts, specs, config), windows, key, device)
+        found = on_device(fetch(parts, specs, config), windows)
         arrays, means = [found[0], *jax.tree.leaves(parts)], []
         for x, part, spec in zip(found, arrays, results):
             # What `run_blocks` has fetched, `fetch_part` has summed.
@@ -265,11 +254,11 @@ def mean(
 
     found = jax.shard_map(
         on_each_device,
-        in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
+        in_specs=(specs, PartitionSpec(BATCH_AXES)),
         out_specs=results,
         axis_names={*BATCH_AXES} if mesh.shape["tensor"] > 1 else {*mesh.axis_names},
         check_vma=False,
-    )(params, windows, key)
+    )(params, windows)
     return jax.tree.unflatten(form, found)
 
 
@@ -281,10 +270,7 @@ def count_parameters(create_model: Callable, config: ModelConfig) -> int:
 
 
 def abstract_state(
-    create_state: Callable,
-    config: TrainingConfig,
-    mesh: jax.sharding.Mesh,
-    rules: tuple,
+    create_state: Callable, config: TrainingConfig, mesh: jax.sharding.Mesh
 ) -> Any:
     """The shape, dtype, and sharding of every array of the state; allocates nothing.
 
@@ -293,7 +279,6 @@ def abstract_state(
 
     Args:
         create_state: makes a pytree with `params`.
-        rules: which mesh axes divide a parameter; `parameter_specs` explains them.
 
     Raises:
         ValueError: a parameter isn't float32, as gradients are; or as `parameter_specs` says.
@@ -305,7 +290,7 @@ def abstract_state(
                 f"create_model: {name_of(path)} is {x.dtype}; expected float32, which layers "
                 "compute with as compute_dtype"
             )
-    specs = jax.tree.leaves(parameter_specs(state.params, rules, mesh))
+    specs = jax.tree.leaves(parameter_specs(state.params, mesh))
     arrays = jax.tree.leaves_with_path(state.params)
     params = {name_of(path): (x.shape, spec) for (path, x), spec in zip(arrays, specs)}
 
