@@ -113,24 +113,20 @@ def test_what_the_pattern_matches_is_read_once(
         ([], "books*.text", "no file matches"),
         (["_SUCCESS", ".a.txt"], "", "no file matches"),
         ([b"r\xe9sum\xe9.txt"], "", r"sum\\udce9.txt', which can't be .* isn't UTF-8"),
+        ([], "../odd/lin*.txt", "link.txt', which can't be"),
+        ([], "../odd/pip*.txt", "pipe.txt', which can't be"),
         ([], "nowhere://a/*.txt", "cannot list nowhere.* package"),
     ],
     ids=str,
 )
 def test_what_cannot_be_taken_is_named(small, tmp_path, files, name, words):
-    for file in files:
-        (tmp_path / os.fsdecode(file)).touch()
-    name = name if "://" in name else f"{tmp_path}/{name}"
+    put(tmp_path / "books", **{os.fsdecode(file): "" for file in files})
+    odd = put(tmp_path / "odd")
+    (odd / "link.txt").symlink_to("nothing")
+    os.mkfifo(odd / "pipe.txt")  # which would be read without an end
+    name = name if "://" in name else f"{tmp_path}/books/{name}"
     with pytest.raises((ValueError, OSError), match=f"dataset: .*{words}"):
         trainkit.corpus.read(small(dataset=name))
-
-
-def test_what_is_no_file_is_named(small, tmp_path):
-    (tmp_path / "link.txt").symlink_to("nothing")
-    os.mkfifo(tmp_path / "pipe.txt")  # which would be read without an end
-    for name in ("link.txt", "pipe.txt"):
-        with pytest.raises(ValueError, match=f"dataset: .*{name}', which can't be"):
-            trainkit.corpus.read(small(dataset=f"{tmp_path}/{name[:3]}*.txt"))
 
 
 LINE = '{"text": "words"}\n'
@@ -172,9 +168,11 @@ LIST = "a list of JSON objects, or one in each line"
         ("a.parquet", parquet(a=["a"], b=[1]), r"0 .* None, in the columns \['a', 'b'\]"),
         ("a.parquet", parquet(text=["a", None], b=[1, 2]), r"1 .*columns \['text'\]"),
         ("a.txt.gz", gz(b"text" * 999)[:-9], "after 0"),
+        ("a.jsonl", LINE + '{"text": "longer"}', "after 1 .* more than 5 characters"),
     ],
 )  # fmt: skip
-def test_unusable_files_are_named(small, tmp_path, name, contents, words):
+def test_unusable_files_are_named(small, tmp_path, monkeypatch, name, contents, words):
+    monkeypatch.setattr(trainkit.corpus, "LARGEST", 5)
     put(tmp_path, **{name: contents})
     place = f"{tmp_path}/{name}"
     words = rf"^dataset: {place} can't be read .*{words}"
@@ -207,7 +205,7 @@ def parts_of(config) -> dict[str, list[str]]:
     return {name: [*x["text"]] for name, x in trainkit.corpus.load(config).items()}
 
 
-def test_dataset_of_the_hub_keeps_its_validation_split(write, small, tmp_path):
+def test_dataset_of_the_hub_keeps_its_validation_split(small, tmp_path):
     """As roneneldan/TinyStories has one, beside four files to train on.
 
     For the first documents, the files behind them are never opened: here, two are no Parquet.
@@ -223,11 +221,6 @@ def test_dataset_of_the_hub_keeps_its_validation_split(write, small, tmp_path):
     assert found == {"train": sum(STORIES, [])[:70], "val": ["last", "words"]}
     with pytest.raises(ConnectionError, match="dataset: cannot load"):
         trainkit.corpus.load(small(dataset=folder))  # all of them
-    rows = [("train", [1, 2]), ("val", [3, 4])]  # by which tokenize is known
-    manifest = write(rows, dataset=folder, max_documents=100)[1]
-    assert manifest["source"]["files"] == 5
-    assert manifest["first documents"] == sum(STORIES, [])[:100]
-    assert manifest["documents"] == 2 and manifest["tokens"] == {"train": 2, "val": 2}
 
 
 def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
@@ -250,24 +243,19 @@ def test_a_configuration_of_a_dataset_of_the_hub(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "splits, column, words",
+    "name, splits, column, words",
     [
-        ({"test": STORIES}, "text", r"dataset: cannot load.*splits \['test'\]"),
-        ({"train": [["a", None]]}, "text", "text_.* 'text' of strings, without gaps"),
-        ({"train": STORIES}, "body", "text_column: .* column 'body' of strings"),
-        ({"train": [[1, 2]]}, "text", "text_column: .* column 'text' of strings"),
+        ("a", {"test": STORIES}, "text", r"dataset: cannot load.*splits \['test'\]"),
+        ("a", {"train": [["a", None]]}, "text", "text_.* of strings, without gaps"),
+        ("a", {"train": STORIES}, "body", "text_column: .* column 'body' of strings"),
+        ("a", {"train": [[1, 2]]}, "text", "text_column: .* column 'text' of strings"),
+        ("v[1]", {"train": STORIES}, "text", "a pattern.*local .txt.*train.bin"),
     ],
 )
-def test_what_the_hub_lacks(small, tmp_path, splits, column, words):
-    folder = hub_folder(tmp_path, **splits)
+def test_what_the_hub_lacks(small, tmp_path, name, splits, column, words):
+    folder = hub_folder(tmp_path / name, **splits)
     with pytest.raises((ConnectionError, ValueError), match=words):
         trainkit.corpus.load(small(dataset=folder, text_column=column))
-
-
-def test_a_name_that_the_hub_cannot_have(small, tmp_path):
-    folder = hub_folder(tmp_path / "v[1]", train=STORIES)
-    with pytest.raises(ConnectionError, match="a pattern.*local .txt.*train.bin"):
-        trainkit.corpus.load(small(dataset=folder))
 
 
 def test_split_is_a_division(small, tmp_path):
@@ -289,23 +277,28 @@ def test_split_is_a_division(small, tmp_path):
 
 
 @pytest.fixture
-def write(small):
-    """Writes batches of (split, tokens) into the data_dir of a small configuration.
+def gpt2(small):
+    """A small configuration with GPT-2's vocabulary, and a batch that few tokens fill."""
+    few = {"val_fraction": 0.1, "batch_size": 1, "eval_steps": 1}
+    return partial(small, vocab_size=50_257, **few)
+
+
+@pytest.fixture
+def write(gpt2):
+    """Writes rows of (split, tokens) into the data_dir of a small configuration.
 
     Returns the configuration and the manifest.
     """
 
-    def write(*batches, error=None, **changes):
+    def write(rows, error=None, **changes):
         def blocks():
-            for batch in batches:
-                splits, documents = zip(*batch)
-                tokens = [np.array(ids, np.uint16).tobytes() for ids in documents]
-                yield {"split": splits, "tokens": tokens}
+            splits, documents = zip(*rows)
+            tokens = [np.array(ids, np.uint16).tobytes() for ids in documents]
+            yield {"split": splits, "tokens": tokens}
             if error:
                 raise error
 
-        changes = {"vocab_size": 50_257, "block_size": 1, "eval_steps": 1} | changes
-        config = small(**changes, batch_size=1)
+        config = gpt2(block_size=1, **changes)
         context = SimpleNamespace(execution_options=SimpleNamespace())
         documents = Blocks(blocks(), context)
         return config, trainkit.corpus.write(config, documents, tokenize)
@@ -342,27 +335,29 @@ def test_a_split_without_documents_is_refused(write):
             write([(split, [1, 2, 3])] * 3, val_fraction=0.25)
 
 
-def test_a_disk_that_is_full_says_what_helps(write, small):
-    folder, documents = Path(small().data_dir), [("train", [1]), ("val", [2])]
-    said = {errno.ENOSPC: "data_dir: the disk of .* has no", errno.EIO: "cable"}
-    for number, words in said.items():
-        with pytest.raises(OSError, match=words) as error:
-            write(documents, error=OSError(number, "broken cable"))
-        assert error.value.errno == number
-        assert not folder.exists() and not [*folder.parent.glob("*.partial*")]
+def task_error(text: str) -> ray.exceptions.RayTaskError:
+    """Ray gives a task's error as text."""
+    return ray.exceptions.RayTaskError("read", f"Traceback\n{text}\n", Exception())
 
 
-def test_what_a_task_of_ours_says_is_said(write):
-    """Ray gives the task's error as text."""
-
-    def task_error(text):
-        return ray.exceptions.RayTaskError("read", f"Traceback\n{text}\n", Exception())
-
-    said = task_error("ConnectionError: tokenizer: no vocabulary here")
-    with pytest.raises(ConnectionError, match="^tokenizer: no vocabulary here$"):
-        write([("train", [1])], error=said)
-    with pytest.raises(ray.exceptions.RayTaskError, match="KeyError: 'x'"):
-        write([("train", [1])], error=task_error("KeyError: 'x'"))
+@pytest.mark.parametrize(
+    "error, kind, words",
+    [
+        (OSError(errno.ENOSPC, "full"), OSError, "data_dir: the disk of .* has no"),
+        (OSError(errno.EIO, "broken cable"), OSError, "cable"),
+        (task_error("ConnectionError: tokenizer: no x"), ConnectionError, "^tokenizer: no x$"),
+        (task_error("KeyError: 'x'"), ray.exceptions.RayTaskError, "KeyError: 'x'"),
+    ],
+)  # fmt: skip
+def test_what_ends_the_writing_is_said_and_leaves_nothing(
+    write, small, error, kind, words
+):
+    number = getattr(error, "errno", None)
+    with pytest.raises(kind, match=words) as found:
+        write([("train", [1]), ("val", [2])], error=error)
+    assert getattr(found.value, "errno", None) == number
+    folder = Path(small().data_dir)
+    assert not folder.exists() and not [*folder.parent.glob("*.partial*")]
 
 
 @pytest.fixture
@@ -453,17 +448,11 @@ def bins_of_files(texts: list[str], each: int) -> list[list[int]]:
     return [encode(train), encode(texts[::each])]
 
 
-def gpt2(small, **changes):
-    """A small configuration with GPT-2's vocabulary, and a batch that few tokens fill."""
-    changes = {"val_fraction": 0.1, "batch_size": 1, "eval_steps": 1} | changes
-    return small(vocab_size=50_257, **changes)
-
-
 TEXTS = [f"Text {i}: {'word ' * (i % 7)}\n<|endoftext|> é 漢字" for i in range(1500)]
 
 
-def test_builtin_text_byte_for_byte(tutorial, cluster, small):
-    config = gpt2(small)
+def test_builtin_text_byte_for_byte(tutorial, cluster, gpt2):
+    config = gpt2()
     manifest = tutorial.prepare_dataset(config)
     documents = datasets.Dataset.from_dict({"text": trainkit.corpus.help_pages()})
     split = documents.train_test_split(test_size=0.1, seed=2357, shuffle=True)
@@ -472,43 +461,22 @@ def test_builtin_text_byte_for_byte(tutorial, cluster, small):
     assert manifest["tokens"] == {"train": len(train), "val": len(val)}
 
 
-def lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"body": text}) + "\n" for text in texts).encode()
-
-
-FORMS = {
-    "jsonl.zst": lambda texts: pa.compress(lines(texts), "zstd", asbytes=True),
-    "jsonl.gz": lambda texts: gz(lines(texts)),
-    "parquet": lambda texts: parquet(body=texts),
-}
-
-
-@pytest.mark.parametrize("suffix", FORMS)
-def test_local_files_byte_for_byte(tutorial, small, tmp_path, suffix, monkeypatch):
+def test_local_files_byte_for_byte(tutorial, gpt2, tmp_path, monkeypatch):
     """All documents of two files, or the first of them."""
     without_a_cluster(monkeypatch)
-    for i, texts in enumerate((TEXTS[:750], TEXTS[750:])):
-        put(tmp_path, **{f"{i}.{suffix}": FORMS[suffix](texts)})
-    options = {"dataset": f"{tmp_path}/*.{suffix}", "text_column": "body"}
+    paths = [f"{tmp_path}/{name}.parquet" for name in "ab"]
+    for path, texts in zip(paths, (TEXTS[:750], TEXTS[750:])):
+        Path(path).write_bytes(parquet(body=texts))
+    options = {"dataset": f"{tmp_path}/*.parquet", "text_column": "body"}
     for most in (1500, 755):
         options |= {"max_documents": most, "data_dir": f"{tmp_path}/data{most}"}
-        config = gpt2(small, val_fraction=0.2, **options)
-        files = tutorial.prepare_dataset(config)["files"]
+        config = gpt2(val_fraction=0.2, **options)
+        manifest = tutorial.prepare_dataset(config)
         assert written(config) == bins_of_files(TEXTS[:most], 5)
-        counts = {f"{tmp_path}/0.{suffix}": 750, f"{tmp_path}/1.{suffix}": most - 750}
-        assert files == counts
+        assert manifest["files"] == dict(zip(paths, (750, most - 750)))
 
 
-def test_a_document_that_no_machine_tokenizes_is_refused(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainkit.corpus, "LARGEST", 9)
-    put(tmp_path, **{"a.jsonl": '{"text": "123456789"}\n{"text": "1234567890"}'})
-    with pytest.raises(
-        ValueError, match="a.jsonl .* after 1 .* more than 9 characters"
-    ):
-        read_here(small(dataset=f"{tmp_path}/a.jsonl"))
-
-
-def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
+def test_many_small_files_and_a_large_one(tutorial, cluster, gpt2, tmp_path):
     """In order, however the tasks finish: the first has 3 MB, and 300 others a line.
 
     What a task finds wrong, far into a file, leaves nothing.
@@ -516,40 +484,35 @@ def test_many_small_files_and_a_large_one(tutorial, cluster, small, tmp_path):
     long = "\r\n".join(f"{i} words <|endoftext|>" for i in range(120_000))
     texts = [long, *(f"short {i}\r\n" for i in range(300))]
     put(tmp_path, **{f"{i:04d}.txt": text for i, text in enumerate(texts)})
-    config = gpt2(small, dataset=str(tmp_path / "[0-9]*.txt"), val_fraction=0.01)
+    config = gpt2(dataset=str(tmp_path / "[0-9]*.txt"), val_fraction=0.01)
     manifest = tutorial.prepare_dataset(config)
     assert set(manifest["files"].values()) == {1} and len(manifest["files"]) == 301
     assert written(config) == bins_of_files(texts, 100)
 
     path = tmp_path / "a.jsonl"
     path.write_text(LINE * 150 + '{"text": null}\n')
-    config = gpt2(small, dataset=str(path), data_dir=f"{tmp_path}/new/data")
+    config = gpt2(dataset=str(path), data_dir=f"{tmp_path}/new/data")
     with pytest.raises(ValueError, match=f"^dataset: {path} can't be read after 150 "):
         tutorial.prepare_dataset(config)
     assert not [*tmp_path.glob("new/*")]
 
 
-def test_datasets_of_the_hub_byte_for_byte(tutorial, small, tmp_path, monkeypatch):
+def test_datasets_of_the_hub_byte_for_byte(tutorial, gpt2, tmp_path, monkeypatch):
     """With a split for validation, or one document, which is cut in two, as a file is."""
     without_a_cluster(monkeypatch)
     folder = hub_folder(tmp_path / "a", train=[TEXTS[:50]], validation=[TEXTS[50:60]])
-    config = gpt2(small, dataset=folder, data_dir=f"{tmp_path}/data")
-    tutorial.prepare_dataset(config)
+    config = gpt2(dataset=folder)
+    manifest = tutorial.prepare_dataset(config)
     assert written(config) == [encode(TEXTS[:50]), encode(TEXTS[50:60])]
+    assert manifest["first documents"] == TEXTS[:50] and manifest["documents"] == 60
+    assert manifest["source"]["files"] == 2 and manifest["files"] == {}
 
     text = "To be, or not to be: that is the question. " * 50
     put(tmp_path, **{"input.txt": text})
     names = (hub_folder(tmp_path / "b", train=[[text]]), f"{tmp_path}/input.txt")
     for number, name in enumerate(names):
-        config = gpt2(small, dataset=name, data_dir=f"{tmp_path}/data{number}")
+        config = gpt2(dataset=name, data_dir=f"{tmp_path}/data{number}")
         tutorial.prepare_dataset(config)
         train, val = written(config)
         assert train + val == encode([text])
         assert len(val) == math.ceil(0.1 * len(train + val))
-
-
-def test_tokens_that_are_there_need_no_text(tutorial, small, write_bins):
-    config = write_bins(small(dataset="nobody/no-such-dataset"))
-    before = written(config)
-    assert "already in" in tutorial.prepare_dataset(config)["source"]
-    assert written(config) == before

@@ -147,9 +147,8 @@ def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry):
     assert all(f"```text\n{text}\n```" in page for text in texts)
     cells = nbformat.read(ROOT / "README.ipynb", as_version=4).cells
     images = [cell.metadata.image for cell in cells if "image" in cell.metadata]
-    assert len(images) == 2 and all(
-        f"main/{EXAMPLE}/images/{x})" in page for x in images
-    )
+    assert len(images) == 2
+    assert all(f"main/{EXAMPLE}/images/{image})" in page for image in images)
 
 
 def test_workers_get_the_package_and_the_requirements(registry):

@@ -6,7 +6,6 @@ import hashlib
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import ray.data
 from accidents import wait_for
-from conftest import ROOT
 from samples import shuffled_in_plain_integers, without_a_cluster
 
 import trainkit.sharding
@@ -77,28 +75,18 @@ def test_a_folder_appears_whole_or_not_at_all(small, tmp_path, error):
     assert Path(config.data_dir).is_symlink()
 
 
-PREPARE = """
-import sys, time, trainkit.config, trainkit.token_files
-me, other, data_dir = sys.argv[1:]
-config = trainkit.config.TrainingConfig(data_dir=data_dir)
-with trainkit.token_files.new_folder(config.data_dir) as folder:
-    (folder.parent / me).touch()
-    while not (folder.parent / other).exists():
-        time.sleep(0.02)
-    for name in ("train.bin", "val.bin", "manifest.json"):
-        (folder / name).write_text(me)
-"""
-
-
-def test_two_processes_prepare_the_same_folder(tmp_path):
-    """At the same time: both succeed, and the files of one of them are there."""
-    folder = tmp_path / "new/data"
-    command = [sys.executable, "-c", PREPARE]
-    both = [subprocess.Popen([*command, *x, folder], cwd=ROOT) for x in ("ab", "ba")]
-    assert [process.wait(60) for process in both] == [0, 0]
-    texts = [path.read_text() for path in folder.iterdir()]
-    assert texts in (["a"] * 3, ["b"] * 3)
-    assert not [*folder.parent.glob("*.partial*")]
+def test_two_processes_prepare_the_same_folder(tmp_path, monkeypatch):
+    """At the same time: both succeed, and the files of the first to finish are there."""
+    folder, names = tmp_path / "new/data", ("train.bin", "val.bin", "manifest.json")
+    with trainkit.token_files.new_folder(folder) as last:
+        monkeypatch.setattr(os, "getpid", os.getppid)  # another one, which runs, too
+        with trainkit.token_files.new_folder(folder) as first:
+            for name in names:
+                (first / name).write_text("first")
+        for name in names:
+            (last / name).write_text("last")
+    assert [path.read_text() for path in folder.iterdir()] == ["first"] * 3
+    assert [path.name for path in folder.parent.iterdir()] == ["data"]
 
 
 def header(magic: int) -> bytes:
@@ -107,33 +95,37 @@ def header(magic: int) -> bytes:
 
 IDS = np.random.default_rng(0).integers(0, 50_257, 4_000, np.uint16)
 BARE = IDS.tobytes()
+OTHER = "bin: expected .*uint16.*"
 
 
 @pytest.mark.parametrize(
-    "data, words",
+    "name, data, words",
     [
-        (IDS.astype(np.uint32).tobytes(), "four or more bytes a token"),
-        ((IDS + np.uint32(2**16)).tobytes(), "four or more bytes a token"),
-        (header(20240520) + BARE, "llm.c's: leave out its first 1,024 bytes"),
-        (header(20240801) + BARE, "llm.c's"),
-        (b"\x93NUMPY\x01\0v\0" + BARE, "numpy.save: write the a"),
-        (b"PK\x03\x04" + BARE, "an archive of zip"),
-        (gzip.compress(BARE), "an archive of zip or gzip"),
-        (b"A text, and more of it.\n" * 99, "text: set dataset to it"),
-        ("meta.pkl", "tokens of another program, which left meta.pkl"),  # nanoGPT's
-        ("train.idx", "tokens of another program"),  # Megatron's
+        ("val.bin", IDS.astype(np.uint32), OTHER + "four or more bytes a token"),
+        ("val.bin", IDS + np.uint32(2**16), OTHER + "four or more bytes a token"),
+        ("val.bin", header(20240520) + BARE, OTHER + "leave out its first 1,024 bytes"),
+        ("val.bin", header(20240801) + BARE, OTHER + "llm.c's"),
+        ("val.bin", b"\x93NUMPY\x01\0v\0" + BARE, OTHER + "numpy.save: write the a"),
+        ("val.bin", b"PK\x03\x04" + BARE, OTHER + "an archive of zip"),
+        ("val.bin", gzip.compress(BARE)[:4_000], OTHER + "an archive of zip or gzip"),
+        ("val.bin", b"A text, and more of it.\n" * 99, OTHER + "text: set dataset to it"),
+        ("meta.pkl", b"", OTHER + "another program, which left meta.pkl"),  # nanoGPT's
+        ("train.idx", b"", OTHER + "tokens of another program"),  # Megatron's
+        ("train.bin", b"", "train.bin has 0 bytes"),
+        ("train.bin", IDS[:16], "has 32 bytes; expected 2 for each .*than block_size .16"),
+        ("train.bin", bytes(999), "has 999 bytes; expected 2 for each token"),
+        ("val.bin", IDS[:128], "has 7 windows, .* asks for 8. Set one of these lower"),
+        ("val.bin", IDS + np.uint16(9_000), "val.bin may hold .* up to 59.* is 50257"),
+        ("train.bin", np.full(400, 50_257, np.uint16), "train.bin may hold .* up to 50257"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_other_formats_are_told_apart(small, write_bins, data, words):
-    config = write_bins(small(vocab_size=50_257))
+)  # fmt: skip
+def test_other_formats_are_told_apart(small, write_bins, name, data, words):
+    """And files that are too short, or have the tokens of another vocabulary."""
+    config = write_bins(small(vocab_size=50_257), val_tokens=129)  # 8 windows
     trainkit.token_files.check(config)
-    path = Path(config.data_dir) / "val.bin"
-    if isinstance(data, str):
-        (path.with_name(data)).touch()
-    else:
-        path.write_bytes(data + b"\n" * (len(data) % 2))
-    with pytest.raises(ValueError, match=f"bin: expected .*uint16.*{words}"):
+    (Path(config.data_dir) / name).write_bytes(data)
+    with pytest.raises(ValueError, match=words):
         trainkit.token_files.check(config)
 
 
@@ -145,38 +137,20 @@ def test_characters_are_no_tokens_of_gpt2(small, write_bins):
         trainkit.token_files.check(dataclasses.replace(letters, vocab_size=50_257))
 
 
-def test_what_tokens_are_taken_for_is_said(small, write_bins, capsys, monkeypatch):
-    config = write_bins(small(vocab_size=50_257))
+def test_what_tokens_are_taken_for_is_said(
+    tutorial, small, write_bins, capsys, monkeypatch
+):
+    """They need no text, so the dataset isn't looked for."""
+    config = write_bins(small(vocab_size=50_257, dataset="nobody/no-such-dataset"))
     ids = trainkit.tokenizers.load("gpt2").encode_ordinary("Some words. " * 99)
     np.array(ids, np.uint16).tofile(trainkit.token_files.path_of(config, "val"))
-    assert "already in" in trainkit.token_files.check(config)["source"]
+    assert "already in" in tutorial.prepare_dataset(config)["source"]
+    assert trainkit.token_files.open_tokens(config, "val").tolist() == ids
     said = capsys.readouterr().out
     assert "no manifest" in said and "gpt2; the last file begins with 'Some w" in said
     monkeypatch.setattr(trainkit.tokenizers, "load", {}.__getitem__)  # no network
     trainkit.token_files.check(config)
     assert "KeyError" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "split, tokens, words",
-    [
-        ("train", [], "train.bin has 0 bytes"),
-        ("train", [1] * 16, "has 32 bytes; expected 2 for each .*than block_size .16"),
-        ("val", [600] * 400, "val.bin may hold token ids up to 600.*vocab_size is 521"),
-        ("train", [521] * 400, "train.bin may hold token ids up to 521"),
-        ("val", [8] * 128, "has 7 windows, .* asks for 8. Set one of these lower"),
-    ],
-)
-def test_unusable_files(small, write_bins, split, tokens, words):
-    config = write_bins(small(), val_tokens=129)  # 8 windows
-    trainkit.token_files.check(config)
-    path = trainkit.token_files.path_of(config, split)
-    np.array(tokens, np.uint16).tofile(path)
-    with pytest.raises(ValueError, match=words):
-        trainkit.token_files.check(config)
-    path.write_bytes(bytes(999))
-    with pytest.raises(ValueError, match="has 999 bytes; expected 2 for each token"):
-        trainkit.token_files.check(config)
 
 
 def test_own_files_need_not_be_read_to_be_checked(small, write_bins):
@@ -245,16 +219,14 @@ def test_a_task_reads_whole_steps(small, write_bins, rows, steps, sizes):
 def test_a_list_has_a_hundred_thousand_windows(small, write_bins):
     """131,072 are those of 273.1 batches of 480; a worker has some rows of more batches."""
     config, rows = write_bins(small(batch_size=480)), np.arange(3, 483, 2) % 480
-    for own, width, size in ((None, 480, 274), (rows, 240, 547)):
+    for own, places, size in ((None, np.arange(480), 274), (rows, rows, 547)):
         steps = range(7, 600_000)
         lists = trainkit.token_files.window_indices(config, "train", steps, own)
         (first, second) = (np.concatenate(next(lists)) for _ in range(2))
-        assert first.shape == (size, width)
+        assert first.shape == (size, len(places))
         steps = range(7 + size, 7 + 2 * size)
         expected = trainkit.token_files.windows_of(config, "train", steps)
-        np.testing.assert_array_equal(
-            second, expected if own is None else expected[:, own]
-        )
+        np.testing.assert_array_equal(second, expected[:, places])
     assert first.dtype == np.int64
     val = trainkit.token_files.windows_of(config, "val", range(1))[0]
     np.testing.assert_array_equal(val, np.arange(480) % 25)  # not shuffled
@@ -288,8 +260,7 @@ def test_each_window_once_an_epoch(
     """In order though the first part comes last, in a process that has set nothing."""
     monkeypatch.setattr(trainkit.token_files, "WINDOWS_AT_ONCE", 50)
     config, notes = write_bins(small(max_steps=63)), tmp_path / "notes"
-    tokens = np.fromfile(Path(config.data_dir) / "train.bin", np.uint16)
-    windows = (len(tokens) - 1) // config.block_size
+    expected = trainkit.token_files.read(config, "train", np.arange(125))
     (numbers,) = trainkit.token_files.window_indices(config, "train", range(63))
     first, others = numbers[0][0, 0], len(numbers) - 1
     read_part = trainkit.token_files.read
@@ -313,8 +284,7 @@ def test_each_window_once_an_epoch(
     np.testing.assert_array_equal(found_numbers, np.concatenate(numbers))
     found = np.concatenate([row["tokens"] for row in rows])
     assert found.dtype == np.uint16 and found.shape == (252, config.block_size + 1)
-    expected = np.stack([tokens[i * 16 : i * 16 + 17] for i in range(windows)])
-    epochs = [found[:windows], found[windows : 2 * windows]]
+    epochs = [found[:125], found[125:250]]
     for epoch in epochs:
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, expected))
     assert (epochs[0] != expected).any() and (epochs[0] != epochs[1]).any()

@@ -27,16 +27,12 @@ TEXTS = [
 ]
 
 
-def changed(path: Path, **changes) -> Path:
-    """The tokenizer.json with these contents instead."""
+def change(path: Path, end: str | dict | None = None, **changes) -> None:
+    """The tokenizer.json gets these contents; beside it, settings may name its end."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return path
-
-
-def added(id: int, text: str) -> dict:
-    """A token that a file adds, with all that it may say of one."""
-    flags = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": True}
-    return {"id": id, "content": text, "special": False} | flags
+    if end:
+        settings = path.with_name("tokenizer_config.json")
+        settings.write_text(json.dumps({"eos_token": end}))
 
 
 @pytest.mark.parametrize("size, end", [(300, 0), (65_537, 65_536)])
@@ -46,14 +42,12 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
     """Also with more tokens than sixteen bits can count, of which the last ends a text."""
     without_a_cluster(monkeypatch)
     path = tmp_path / "mine/tokenizer.json"
-    settings = path.with_name("tokenizer_config.json")
     theirs = byte_pairs(path, TEXTS)
     theirs.encode_special_tokens = True  # what a text says is text
     if end:
         model = json.loads(path.read_text())["model"]
         model["vocab"] |= {f"<{id}>": id for id in range(300, end)} | {"[END]": end}
-        changed(path, model=model)
-        settings.write_text('{"eos_token": "[END]"}')
+        change(path, end="[END]", model=model)
     texts = [TEXTS[n % 3] * (n + 9) for n in range(8)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -82,7 +76,7 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == end
 
     byte_pairs(path, TEXTS, 290)  # in place
-    settings.unlink(missing_ok=True)
+    path.with_name("tokenizer_config.json").unlink(missing_ok=True)
     other = load(**changes)
     assert other.vocab_size == 290 and other.run_name != config.run_name
     with pytest.raises(FileExistsError, match=f"tokenizer_identity was '{size} tokens"):
@@ -95,11 +89,11 @@ def test_a_tokenizer_of_ones_own_from_text_to_text(
 
 def test_end_of_text_is_what_its_settings_say(tmp_path):
     path = tmp_path / "tokenizer.json"
-    byte_pairs(path, TEXTS)
-    changed(path, added_tokens=[added(0, END), added(300, "[END]")])
+    theirs = byte_pairs(path, TEXTS)
+    theirs.add_tokens(["[END]"])
+    theirs.save(str(path))
     before = trainkit.tokenizers.identity(str(path))
-    settings = json.dumps({"eos_token": {"content": "[END]"}})
-    (tmp_path / "tokenizer_config.json").write_text(settings)
+    change(path, end={"content": "[END]"})
     found = trainkit.tokenizers.load(str(path))
     assert found.decode([found.eot_token]) == "[END]"
     # Though the tokens of all texts are the same:
@@ -112,42 +106,21 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
         words = f"tokenizer: '{name}.* is no tokenizer.json on this node.*cl100k_base"
         with pytest.raises(ConnectionError, match=words):
             trainkit.tokenizers.load(name)
-    path.write_text("{")
-    with pytest.raises(ValueError, match=f"tokenizer: {path} can't be read"):
-        trainkit.tokenizers.load(str(path))
-    byte_pairs(path, TEXTS)
-    path.write_text(path.read_text().replace(END, "[x]"))
-    with pytest.raises(ValueError, match="no token that ends a text.*as eos_token in"):
-        trainkit.tokenizers.load(str(path))
-    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, END: 1}, "?"))
-    theirs.save(str(path))  # of letters, it knows one
-    with pytest.raises(ValueError, match="^tokenizer: .* can't encode the text that b"):
-        trainkit.tokenizers.load(str(path))
-
-
-MORE = {  # than tokens
-    "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst",
-                   "stride": 0},
-    "padding": {"strategy": {"Fixed": 4_000}, "direction": "Right", "pad_id": 1,
-                "pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "!"},
-    "post_processor": {
-        "type": "TemplateProcessing",
-        "single": [{"Sequence": {"id": "A", "type_id": 0}},
-                   {"SpecialToken": {"id": END, "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
-    },
-    "added_tokens": [added(0, END), added(300, "of")],
-}  # fmt: skip
 
 
 def test_a_tokenizer_only_tokenizes(tmp_path):
-    """Whatever else its file says; and what a text spells is text."""
+    """Whatever more its file says; and what a text spells is text."""
     path = tmp_path / "tokenizer.json"
     theirs = byte_pairs(path, TEXTS)
     theirs.encode_special_tokens = True
-    model = json.loads(path.read_text())["model"] | {"dropout": 0.5}
-    changed(path, model=model, **MORE)
+    more = tokenizers.Tokenizer.from_file(str(path))
+    more.model.dropout = 0.5
+    more.enable_truncation(8)
+    more.enable_padding(length=4_000)
+    frame = {"single": f"$A {END}", "pair": "$A $B", "special_tokens": [(END, 0)]}
+    more.post_processor = tokenizers.processors.TemplateProcessing(**frame)
+    more.add_tokens([tokenizers.AddedToken("of", lstrip=True, rstrip=True)])
+    more.save(str(path))
     for name in (tmp_path, path):  # a folder, or a file
         found = trainkit.tokenizers.load(str(name))
         for text in (*TEXTS, " ".join(TEXTS * 40)):
@@ -157,6 +130,9 @@ def test_a_tokenizer_only_tokenizes(tmp_path):
             assert found.decode([*ids, 0]) == text + END
 
 
+WORD = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -164,18 +140,18 @@ def test_a_tokenizer_only_tokenizes(tmp_path):
         ({"normalizer": {"type": "NFKD"}}, "makes .* of the text 'Ça coûte"),
         ({"decoder": None}, "makes .*Ġ"),
         ({"end": "t"}, "makes .* without tokens that end a text"),
+        ({"end": "#"}, "makes ' ' of the text '# ##', without"),
+        ({"model": None}, "can't be read"),
+        ({"model": WORD}, "can't encode the text that b"),
+        ({"model": WORD, "added_tokens": []}, "has no token.* Name it as eos_token in"),
     ],
     ids=str,
 )
-def test_a_tokenizer_that_changes_texts_is_refused(tmp_path, changes, words):
-    """With the text, and what became of it."""
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, changes, words):
+    """If it changes texts, with the text, and what became of it."""
     path = tmp_path / "tokenizer.json"
     byte_pairs(path, TEXTS)
-    if "end" in changes:
-        settings = json.dumps({"eos_token": changes["end"]})
-        (tmp_path / "tokenizer_config.json").write_text(settings)
-    else:
-        changed(path, **changes)
+    change(path, **changes)
     with pytest.raises(ValueError, match=f"(?s)^tokenizer: {path} {words}"):
         trainkit.tokenizers.load(str(path))
 
