@@ -39,8 +39,9 @@ def log(monkeypatch):
         each.close()
 
 
-def metrics(loss: float, **others) -> dict:
-    return {k: np.float32(v) for k, v in ({"loss": loss} | others).items()}
+def metrics(loss: float = 1, grad_norm: float = 1, **others) -> dict:
+    numbers = {"loss": loss, "grad_norm": grad_norm} | others
+    return {name: np.float32(number) for name, number in numbers.items()}
 
 
 def test_lines_have_the_last_step_the_tokens_and_the_speed(
@@ -52,10 +53,10 @@ def test_lines_have_the_last_step_the_tokens_and_the_speed(
     config, sent = small(max_steps=12, log_interval=5, stall_timeout_s=77.0), []
     started = log(config, 7, sent.append)
     assert started.bar._x == 7
-    assert started.add(8, metrics(5, grad_norm=1), False) is None
-    assert started.add(9, metrics(4, grad_norm=1), False) is None
+    assert started.add(8, metrics(5), False) is None
+    assert started.add(9, metrics(4), False) is None
     now[0] += 0.5
-    reported = started.add(10, metrics(3, grad_norm=1), False)
+    reported = started.add(10, metrics(3), False)
     assert started.add(11, metrics(11, grad_norm=2), False) is None
     now[0] += 0.25
     last = started.add(12, metrics(12, grad_norm=2, val_loss=4), True)
@@ -152,9 +153,6 @@ def test_a_bar_that_is_open_at_the_end_does_no_harm():
     assert python(OPEN_BAR) == "True\n"
 
 
-GOOD = {"loss": 1.0, "grad_norm": 1.0}
-
-
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "val_loss"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_number_that_is_none_ends_the_run(log, small, name, value):
@@ -165,13 +163,13 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
     config = small(log_interval=3)
     started = log(config, 3)
     for step in (4, 5, 6):
-        line = started.add(step, metrics(**GOOD, val_loss=1.0), False)
+        line = started.add(step, metrics(val_loss=1), False)
     assert line and not started.diverged
     trainkit.run_log.refuse_diverged(config)
     (config.run_path / "step_00000004").mkdir()
     for step in (7, 8, 9):
-        numbers = GOOD | ({name: value} if step == 8 else {})
-        line = started.add(step, metrics(**numbers), False)
+        wrong = {name: value} if step == 8 else {}
+        line = started.add(step, metrics(**wrong), False)
     assert line is None and started.diverged
     match = f"step 8: .*'{name}': {value}.*: step_00000004. To try again, delete"
     with pytest.raises(FloatingPointError, match=match):
@@ -180,23 +178,31 @@ def test_a_number_that_is_none_ends_the_run(log, small, name, value):
 
 
 @pytest.mark.parametrize(
-    "module, close", [("wandb", "wandb.finish()"), ("tensorboardX", "writer.close()")]
+    "module, close, file",
+    [
+        ("wandb", "wandb.finish()", "run-*.wandb"),
+        ("tensorboardX", "writer.close()", "tensorboard/*"),
+        ("mlflow", "mlflow.end_run()", "metrics/val_loss"),
+    ],
 )
 def test_lines_go_where_the_guide_sends_them(
-    log, small, tmp_path, monkeypatch, module, close
+    log, small, tmp_path, monkeypatch, module, close, file
 ):
-    """To Weights & Biases, here offline, or TensorBoard: there is a file for them."""
+    """Of each, there is a file: W&B is offline here, and MLflow's server is a folder."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = small()
     names = run_from_guide(module, {"config": config, "__name__": "__main__"})
+    names["SERVER"] = f"{tmp_path}/mlflow"
     send = ray.cloudpickle.loads(ray.cloudpickle.dumps(names["send"]))  # to a worker
     started = log(config, 0, send)
     started.add(1, metrics(1, val_loss=2), True)
     started.close()
     eval(close, send.__globals__)
-    (file,) = [*tmp_path.rglob("run-*.wandb"), *tmp_path.rglob("tensorboard/*")]
-    wait_for(lambda: b"loss" in file.read_bytes(), what="what a process writes")
+    (found,) = tmp_path.rglob(file)
+    written = b" 2.0 1" if module == "mlflow" else b"loss"
+    wait_for(lambda: written in found.read_bytes(), what="what a process writes")
 
 
 def test_an_observer_cannot_end_what_it_observes(capsys):

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-from docutils import nodes
-from sphinx.parsers import Parser
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import render_readme
@@ -31,12 +29,6 @@ include_patterns = [
     "README.ipynb",
     *(f"{page}.md" for page in PAGES if page != root_doc),
 ]
-include_patterns += [
-    "trainkit/*.py",
-    "examples/*.py",
-    "ci/make_vocabulary.py",
-    "configs/**.yaml",
-]  # linked to
 exclude_patterns = [".*", "build", "storage"]  # folders not worth a walk
 
 extensions = ["myst_nb", "sphinx_copybutton"]
@@ -69,21 +61,6 @@ html_copy_source = False
 html_use_index = False
 
 
-class SourceParser(Parser):
-    """Makes a page of a file of code, so that a link to the file shows it."""
-
-    supported = ("source",)
-
-    def parse(self, inputstring: str, document: nodes.document) -> None:
-        env = document.settings.env
-        env.metadata[env.docname]["orphan"] = True  # in no table of contents
-        path = env.doc2path(env.docname, base=False)
-        code = nodes.literal_block(inputstring, inputstring)
-        code["language"] = {".py": "python", ".yaml": "yaml"}[path.suffix]
-        title = nodes.title("", "", nodes.literal("", str(path)))
-        document += nodes.section("", title, code, ids=["file"], names=["file"])
-
-
 def add_contents(app, docname: str, source: list[str]) -> None:
     """Add to the notebook what its cells showed, and the header's links.
 
@@ -103,7 +80,4 @@ def add_contents(app, docname: str, source: list[str]) -> None:
 
 
 def setup(app) -> None:
-    app.add_source_suffix(".py", "source")
-    app.add_source_suffix(".yaml", "source")
-    app.add_source_parser(SourceParser)
     app.connect("source-read", add_contents)
