@@ -155,9 +155,8 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
     loop = train_loop_of(tutorial, pause=0.6)
 
     def saved_between() -> bool:  # where no evaluation is
-        steps = map(
-            trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config)
-        )
+        names = trainkit.checkpoints.list_saved(config)
+        steps = map(trainkit.checkpoints.step_of, names)
         return any(step % config.eval_interval for step in steps)
 
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:

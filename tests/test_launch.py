@@ -14,13 +14,10 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from conftest import SLICE
 
-import trainkit.checkpoints
 import trainkit.launch
-import trainkit.lock
-import trainkit.run_log
-import trainkit.token_files
-import trainkit.workers
+from trainkit import checkpoints, lock, run_log, token_files, workers
 
 PROGRAM = """
 import functools, os, sys, types
@@ -61,23 +58,20 @@ BEFORE |= {"FLAG": "True", "PRECISION": "'default'", "RATE": "100"}
 AFTER = {"ACT": "jnp.sin", "NUMBER": "3.0", "TABLE": "np.eye(3)"}
 AFTER |= {"FLAG": "False", "PRECISION": "'highest'", "RATE": "200"}
 DEFAULT = ("def act(x):\n    return ACT(x)", "act(x)")
-ONE, TWO = "one = jax.jit(lambda x: -x)\n", "two = jax.jit(lambda x: 2 * x)\n"
+ONE = "@jax.jit\ndef minus(x): return -x\n"
+TWO = "@jax.jit\ndef twice(x): return 2 * x\n"
 # What a step uses, and how it uses it; a word of those above is edited.
 KINDS = """
 def act(x): return ACT(x) | act(x)
 KINDS = {'mine': lambda x: ACT(x)} | KINDS['mine'](x)
-SCALES = np.ones((3, 999)) * NUMBER | x @ SCALES
+SCALES = np.arange(2997).reshape(3, 999) * NUMBER | x @ SCALES
 SCALES = jnp.asarray(TABLE) | x @ SCALES
 rate = optax.cosine_decay_schedule(1.0, RATE) | rate(3) * x
-act = functools.partial(jnp.clip, max=NUMBER) | act(x)
 def make(y): return lambda x: x * y; act = make(NUMBER) | act(x)
-class Base: act = lambda self, x: ACT(x); class Derived(Base): pass | Derived().act(x)
 class Act: act = property(lambda self: ACT) | Act().act(x)
-twice = lambda f: lambda x: f(NUMBER * x); @twice; def act(x): return -x | act(x)
 0 | jax.lax.cond(x.sum() > 0, ACT, jnp.abs, x)
 os.environ['TEST_SCALE'] = str(NUMBER) | x * float(os.environ['TEST_SCALE'])
 sys.modules['acts'] = types.SimpleNamespace(act=ACT); import acts | acts.act(x)
-def act(x, y=NUMBER): return x * y | act(x)
 act = jax.custom_vjp(jnp.abs); act.defvjp(lambda x: (x, 0), lambda _, g: (NUMBER * g,)) | act(x)
 KEY = jax.random.key(int(NUMBER)) | x + jax.random.normal(KEY, x.shape)
 act = jax.jit(lambda x: jax.lax.scan(lambda y, _: (y @ TABLE, None), x, None, 2)[0]) | act(x)
@@ -128,10 +122,8 @@ def test_an_edit_that_changes_the_program_is_seen(small, kind):
 
 NO_EDITS = [
     ("return jnp.tanh(x)", "return jnp.tanh(x)  # bounded"),
-    ("def act(x):\n", 'def act(x):\n    """Bounded."""\n'),
-    ("act", "activation"),
+    ("minus", "negated"),
     ("loss", "mean_loss"),
-    ("grads", "slopes"),
     ("0.1 * g", "(0.1\n        * g)"),
     ("@functools", "0  # as IPython makes of %%time\n@functools"),
     ("class State", "def unused(): pass\nclass State"),
@@ -141,21 +133,17 @@ NO_EDITS = [
 
 @pytest.mark.parametrize("old, new", NO_EDITS)
 def test_an_edit_that_changes_no_result_is_none(small, old, new):
-    source = source_of(f"{DEFAULT[0]}\n{ONE}{TWO}", "two(one(act(x)))", BEFORE)
+    source = source_of(f"{DEFAULT[0]}\n{ONE}{TWO}", "twice(minus(act(x)))", BEFORE)
     assert old in source
     assert text_of(small(), source) == text_of(small(), source.replace(old, new))
 
 
-SLICE = {"platform": "tpu", "topology": "2x2", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 2, "num_workers": 2, "fsdp": 2, "device_batch_size": 1}
-SLICE |= {"loss_chunks": 4, "scan_layers": True}
-
-
 def test_other_machines_continue_the_program(small, tutorial):
     """Its text has neither names nor addresses, which would differ."""
-    machines = {}, SLICE, {"platform": "gpu", "attention": "cudnn"}
-    configs = [small(compute_dtype="bfloat16", **changes) for changes in machines]
-    (text,) = {text_of(config, tutorial) for config in configs}
+    parts = {"fsdp": 2, "device_batch_size": 1, "loss_chunks": 4, "scan_layers": True}
+    machines = {}, SLICE | parts, {"platform": "gpu", "attention": "cudnn"}
+    same = {"compute_dtype": "bfloat16", "batch_size": SLICE["batch_size"]}
+    (text,) = {text_of(small(**each | same), tutorial) for each in machines}
     assert not re.search(r"0x[0-9a-f]{6}|lambda|loss_fn|gelu|grad_norm", text)
     assert len(text.splitlines()) > 500
 
@@ -174,7 +162,7 @@ def here(monkeypatch):
 
     tool, asked = SimpleNamespace(remote=remote, get=lambda found: found), []
     monkeypatch.setattr(trainkit.launch, "ray", tool)
-    free, workers = "release_placement_groups", trainkit.workers
+    free = "release_placement_groups"
     monkeypatch.setattr(workers, "check_resources", lambda c: asked.append("resources"))
     monkeypatch.setattr(workers, free, lambda: asked.append("room"))
     return asked
@@ -189,22 +177,19 @@ class Launch:
     def __init__(self, config):
         self.config, self.fitted = config, 0
 
-    def __call__(self, old="", new="", config=None) -> None:
+    def __call__(self, old="", new="", **changes) -> None:
         source = source_of(*DEFAULT, BEFORE).replace(old, new)
         trainer = SimpleNamespace(
             train_loop_per_worker=print,
             fit=self.fit,
             run_config=SimpleNamespace(worker_runtime_env={"env_vars": FLAG}),
         )
-        config = config or self.config
+        config = dataclasses.replace(self.config, **changes)
         trainkit.launch.guard(trainer, config, *functions_in(source)).fit()
 
     def fit(self):
-        assert trainkit.lock.read_mark(self.config)
+        assert lock.read_mark(self.config)
         self.fitted += 1
-
-    def begin(self, step: int = 2) -> None:
-        (self.config.run_path / f"step_{step:08d}").mkdir(parents=True)
 
 
 @pytest.fixture
@@ -212,7 +197,7 @@ def launch(small, write_bins, here):
     """A run with the program as it was first launched, and a checkpoint."""
     launch = Launch(write_bins(small()))
     launch()
-    launch.begin()
+    (launch.config.run_path / "step_00000002").mkdir()
     return launch
 
 
@@ -228,8 +213,7 @@ def test_another_program_is_refused(launch, capsys):
     assert max(map(len, message.splitlines())) < 300
     assert lines == [("-", "1.000000e-01"), ("+", "2.000000e-01")]
     assert launch.fitted == 2 and capsys.readouterr().out == ""
-    accepting = dataclasses.replace(launch.config, accept_changed_program=True)
-    launch("0.1 * g", "0.2 * g", config=accepting)
+    launch("0.1 * g", "0.2 * g", accept_changed_program=True)
     assert "continues, though its program was another" in capsys.readouterr().out
     launch("0.1 * g", "0.2 * g")  # which is the run's now
     with pytest.raises(ValueError, match="another program"):
@@ -245,17 +229,17 @@ def test_a_step_that_cannot_be_traced_is_not_launched(launch):
     launch()
 
 
-def test_another_recipe_is_refused(launch, small):
-    launch(config=small(max_steps=99, num_workers=2, device_batch_size=1))
+def test_another_recipe_is_refused(launch):
+    launch(max_steps=99, num_workers=2, device_batch_size=1)
     with pytest.raises(ValueError, match="another recipe.*:\nseed was 1337, and is 1"):
-        launch(config=small(seed=1))
+        launch(seed=1)
     (launch.config.run_path / "identity.json").unlink()  # then checkpoints tell
     settings = {"custom_metadata": dataclasses.asdict(launch.config)}
     path = launch.config.run_path / "step_00000002" / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(settings))
     for key, value in (("batch_size", 8), ("init_from", "gpt2")):
         with pytest.raises(ValueError, match=f"{key} was .*, and is '?{value}"):
-            launch(config=small(**{key: value}))
+            launch(**{key: value})
     launch()
 
 
@@ -270,7 +254,7 @@ def test_a_tokenizer_that_was_moved_is_the_same(small, here, tmp_path):
         launch()
         launch.config.run_path.joinpath("step_00000002").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="init_from was 'weights', and is 'scratch'"):
-        launch(config=small(tokenizer=path))
+        launch(init_from="scratch")
 
 
 def test_other_tokens_are_refused(launch, write_bins):
@@ -280,25 +264,25 @@ def test_other_tokens_are_refused(launch, write_bins):
         launch()
     write_bins(launch.config)
     launch()
-    trainkit.token_files.path_of(launch.config, "train").unlink()
+    token_files.path_of(launch.config, "train").unlink()
     launch()  # `token_files.check` says what is missing
 
 
-def test_other_windows_are_refused(launch, small, monkeypatch):
+def test_other_windows_are_refused(launch, monkeypatch):
     """Of the first step, of one in the second epoch, and of the last."""
-    launch(config=small(max_steps=50))  # a longer run is the same run
+    launch(max_steps=50)  # a longer run is the same run
     launch()
-    numbers = trainkit.token_files.windows_of
+    numbers = token_files.windows_of
     for other in (0, 32, 19):
 
         def others(config, split, steps, other=other):
             return numbers(config, split, steps)[:, :: -1 if other in steps else 1]
 
-        monkeypatch.setattr(trainkit.token_files, "windows_of", others)
+        monkeypatch.setattr(token_files, "windows_of", others)
         words = rf"another program:\nstep {other} was .* \.\.\. "
         with pytest.raises(ValueError, match=words):
             launch()
-    monkeypatch.setattr(trainkit.token_files, "windows_of", numbers)
+    monkeypatch.setattr(token_files, "windows_of", numbers)
     launch()
 
 
@@ -319,35 +303,25 @@ def test_what_cannot_be_compared_is_said_once(launch, monkeypatch, capsys, note)
         launch()
 
 
-def test_what_is_not_the_program_is_said(small, here, capsys):
-    """Another evaluation, of other windows or by another function."""
-    launch = Launch(small())
-    launch()
+def test_what_is_not_the_program_is_said(launch, here, capsys):
+    """Another evaluation, of other windows or by another function; and a finished run."""
     assert here == ["resources", "room"]
-    launch.begin()
-    launch(config=small(loss_chunks=4))
-    assert capsys.readouterr().out == ""
-    launch(config=small(eval_steps=3))
-    assert "continues, though eval_steps was 2, and is 3" in capsys.readouterr().out
-    launch = Launch(small(run_name="another"))
-    launch()
-    launch.begin()
+    for changes, words in (
+        ({"max_steps": 3, "loss_chunks": 4}, ""),
+        ({"max_steps": 2}, "max_steps: step_00000002 is there already"),
+        ({"eval_steps": 3}, "continues, though eval_steps was 2, and is 3"),
+    ):
+        launch(**changes)
+        said = capsys.readouterr().out
+        assert words in said and bool(words) == bool(said)
     launch("return loss(", "return 2 * loss(")
-    said = capsys.readouterr().out
-    assert "continues, though eval_step was" in said
-
-
-def test_a_finished_run_says_so(launch, small, capsys):
-    for max_steps in (2, 3):
-        launch(config=small(max_steps=max_steps))
-        is_said = "step_00000002 is there already" in capsys.readouterr().out
-        assert is_said == (max_steps == 2)
+    assert "continues, though eval_step was" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_ends_its_launch_with_an_error(launch):
     """Or a job would end well; nor does it start again, until a person deletes the note."""
     config, lines = launch.config, {1: {"loss": 3.0, "grad_norm": math.nan}}
-    fit, launch.fit = launch.fit, lambda: trainkit.run_log.has_diverged(config, lines)
+    fit, launch.fit = launch.fit, lambda: run_log.has_diverged(config, lines)
     for _ in range(2):
         with pytest.raises(FloatingPointError, match="at step 1.*nan.*step_.*delete"):
             launch()
@@ -362,7 +336,7 @@ def test_a_refused_launch_leaves_the_run_alone(launch):
 
     And the one that trains has its mark and its note as before.
     """
-    record = launch.config.run_path / trainkit.checkpoints.RECORD
+    record = launch.config.run_path / checkpoints.RECORD
     record.write_text("")
     with pytest.raises(ValueError):
         launch("0.1 * g", "0.2 * g")
@@ -370,7 +344,7 @@ def test_a_refused_launch_leaves_the_run_alone(launch):
     def times() -> dict:
         return {p: p.stat().mtime for p in launch.config.run_path.iterdir()}
 
-    with trainkit.lock.hold(launch.config):
+    with lock.hold(launch.config):
         before = times()
         with pytest.raises(RuntimeError, match="another launch trains"):
             launch()
@@ -382,23 +356,21 @@ def test_a_refused_launch_leaves_the_run_alone(launch):
 # The workers
 
 
-@pytest.fixture
-def worker(monkeypatch):
-    """This process as a worker."""
-    monkeypatch.setattr(trainkit.lock, "joined", {})
+OTHERS = [({"seed": 1}, "train"), ({"val_tokens": 400}, "val"), (None, "train")]
 
 
-@pytest.mark.parametrize("kind", ["another seed", "validation", "nothing"])
-def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path, kind):
-    """With both values, and its name; unless the run streams its text."""
+@pytest.mark.parametrize("other, split", OTHERS)
+def test_a_node_with_other_tokens_is_refused(small, write_bins, tmp_path, other, split):
+    """With both values, and its name; unless the run streams its text.
+
+    Nor does a worker start whose launch has ended.
+    """
     config = write_bins(small())
     there = dataclasses.replace(config, data_dir=str(tmp_path / "there"))
-    if kind == "another seed":
-        write_bins(there, seed=1)
-    if kind == "validation":
-        write_bins(there, val_tokens=400)
-    ran, tokens = [], trainkit.token_files.digest(config)
-    with trainkit.lock.hold(config) as mark:
+    if other:
+        write_bins(there, **other)
+    ran, tokens = [], token_files.digest(config)
+    with lock.hold(config) as mark:
         loop = trainkit.launch.guarded(ran.append, mark, tokens)
         loop(dataclasses.asdict(config))
         with pytest.raises(ValueError, match="^data_dir: ") as error:
@@ -406,30 +378,17 @@ def test_a_node_with_other_tokens_is_refused(small, write_bins, worker, tmp_path
         assert len(ran) == 1
         streaming = trainkit.launch.guarded(ran.append, mark, {})
         streaming(dataclasses.asdict(there))
-    found = trainkit.token_files.digest(there)
-    split = "val" if kind == "validation" else "train"
+    with pytest.raises(RuntimeError, match="belongs to no launch"):
+        loop(dataclasses.asdict(config))
+    assert len(ran) == 2
+    found = token_files.digest(there)
     words = f"{split} was {tokens[split]!r}, and is {found.get(split, 'nothing')!r}"
     assert words in str(error.value) and os.uname().nodename in str(error.value)
 
 
-def test_a_worker_of_another_launch_does_not_start(small, worker):
-    config = small()
-    with trainkit.lock.hold(config) as mark:
-        pass
-    with pytest.raises(RuntimeError, match="belongs to no launch"):
-        trainkit.launch.guarded(pytest.fail, mark, {})(dataclasses.asdict(config))
-
-
-def test_a_device_without_memory_gets_advice(small, worker):
+def test_a_device_without_memory_gets_advice(small):
     """Of 64 TiB, for which XLA raises here what it raises on a GPU."""
     config = small()
-
-    def notes(loop) -> str:
-        with trainkit.lock.hold(config) as mark:
-            guarded = trainkit.launch.guarded(loop, mark, {})
-            with pytest.raises(jax.errors.JaxRuntimeError) as error:
-                guarded(dataclasses.asdict(config))
-        return "".join(getattr(error.value, "__notes__", []))
 
     def allocate(settings):
         jax.numpy.zeros(2**44).block_until_ready()
@@ -437,7 +396,11 @@ def test_a_device_without_memory_gets_advice(small, worker):
     def refuse(settings):
         raise jax.errors.JaxRuntimeError("?")
 
-    assert "device_batch_size lower" in notes(allocate) and not notes(refuse)
+    for loop in (allocate, refuse):
+        with lock.hold(config) as mark, pytest.raises(jax.errors.JaxRuntimeError) as e:
+            trainkit.launch.guarded(loop, mark, {})(dataclasses.asdict(config))
+        notes = getattr(e.value, "__notes__", [])
+        assert (trainkit.launch.MEMORY in notes) == (loop is allocate)
 
 
 def test_a_new_process_translates_what_the_cells_say_now(

@@ -32,10 +32,9 @@ with lock.hold(TrainingConfig(**json.loads(sys.argv[2]))) as mark:
         os._exit(0)
     sys.stdin.read()
 """
-ELSEWHERE = (
-    "unshare --pid --uts --time --boottime 3600 --fork --kill-child --mount-proc"
-)
-ELSEWHERE = [*ELSEWHERE.split(), "sh", "-c", 'hostname elsewhere; exec "$@"', "-"]
+NAMESPACES = "--pid --uts --time --boottime 3600 --fork --kill-child --mount-proc"
+ELSEWHERE = ["unshare", *NAMESPACES.split(), "sh", "-c"]
+ELSEWHERE += ['hostname elsewhere; exec "$@"', "-"]
 
 
 @contextlib.contextmanager
@@ -63,20 +62,14 @@ def is_free(config) -> bool:
     return False
 
 
-@pytest.fixture
-def joined(monkeypatch):
-    """A function that makes this process a worker of the launch of a mark."""
-    monkeypatch.setattr(trainkit.lock, "joined", {})
-
-    def join(config, mark: str) -> None:
-        trainkit.lock.joined[str(config.run_path)] = mark
-        trainkit.lock.confirm(config)
-
-    return join
+def join(config, mark: str) -> None:
+    """Make this process a worker of the launch of a mark, as far as its run goes."""
+    trainkit.lock.joined[str(config.run_path)] = mark
+    trainkit.lock.confirm(config)
 
 
 @pytest.mark.parametrize("prefix", [[], ELSEWHERE], ids=["here", "elsewhere"])
-def test_one_launch_at_a_time(small, joined, prefix):
+def test_one_launch_at_a_time(small, prefix):
     """In other namespaces of processes, mounts, host names, and clocks, too.
 
     Workers of a driver that was killed stop at the next launch.
@@ -87,7 +80,7 @@ def test_one_launch_at_a_time(small, joined, prefix):
         with pytest.raises(RuntimeError, match=re.escape(words)):
             with trainkit.lock.hold(config):
                 raise AssertionError
-        joined(config, mark)
+        join(config, mark)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         trainkit.lock.confirm(config)  # no one else has the run
@@ -113,25 +106,25 @@ def test_a_launch_that_ends_in_this_process_frees_the_run(small):
     assert [path.name for path in config.run_path.iterdir()] == ["launch.lock"]
 
 
-def test_a_path_that_is_another_folder_on_this_node(small, joined, tmp_path):
+def test_a_path_that_is_another_folder_on_this_node(small, tmp_path):
     """Without a mark, or with that of a launch long ago."""
     config, there = small(), small(storage_path=str(tmp_path / "there"))
     trainkit.lock.confirm(config)  # without a launch, as in a test
     with trainkit.lock.hold(config) as mark:
-        joined(config, mark)
+        join(config, mark)
         for text in (None, "", "process 7 on far, since then (0123)", mark[:-1]):
             if text is not None:
                 there.run_path.mkdir(parents=True, exist_ok=True)
                 (there.run_path / "launch.txt").write_text(text)
             words = f"on {socket.gethostname()}, {there.run_path} .*another folder on"
             with pytest.raises(RuntimeError, match=words):
-                joined(there, mark)
+                join(there, mark)
 
 
-def test_a_worker_saves_for_its_own_launch_only(small, joined, recorded):
+def test_a_worker_saves_for_its_own_launch_only(small, recorded):
     config, state = small(), {"kernel": np.ones((8, 8), np.float32)}
     with trainkit.lock.hold(config) as mark:
-        joined(config, mark)
+        join(config, mark)
         checkpointer = trainkit.checkpoints.Checkpointer(config)
         checkpointer.save(state, 10)
         checkpointer.wait()
@@ -141,7 +134,7 @@ def test_a_worker_saves_for_its_own_launch_only(small, joined, recorded):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks(small, monkeypatch, joined, number):
+def test_a_file_system_without_locks(small, monkeypatch, number):
     """There, the mark alone decides, as where each node has locks of its own."""
 
     def acquire(self):
@@ -150,7 +143,7 @@ def test_a_file_system_without_locks(small, monkeypatch, joined, number):
     monkeypatch.setattr(trainkit.lock.FileLock, "acquire", acquire)
     config = small()
     with trainkit.lock.hold(config) as mark:
-        joined(config, mark)
+        join(config, mark)
         with trainkit.lock.hold(config) as other:
             with pytest.raises(RuntimeError, match="this one ends"):
                 trainkit.lock.confirm(config)

@@ -14,11 +14,8 @@ from samples import imports_of, python
 import trainkit
 
 PACKAGE = ROOT / "trainkit"
-TREES = {
-    path.stem: ast.parse(path.read_text())
-    for path in sorted(PACKAGE.glob("*.py"))
-    if path.stem != "__init__"
-}
+MODULES = sorted(PACKAGE.glob("[!_]*.py"))
+TREES = {path.stem: ast.parse(path.read_text()) for path in MODULES}
 LISTED = re.findall(r"^(\w+) {2,}\S", trainkit.__doc__, re.MULTILINE)
 HEAVY = {"jax", "flax", "orbax", "transformers", "torch"}
 
@@ -62,25 +59,25 @@ def test_nothing_unpickles_or_opens_a_port():
     assert [word for word in (*words, "dashboard_host") if word in text] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["my folder", "R&D", "(1)", "o'b", "{a}", "a;b", "$a", "a*b", "`a", "<a>"]
-)
+def run(*command, cwd=ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+NAMES = ["my folder", "R&D", "(1)", "o'b", "{a}", "a;b", "$a", "a*b", "`a", "<a>"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_paths_that_a_shell_takes_apart_are_refused(tmp_path, name):
     """Of Python, for which Ray would wait forever, and of the clone, before an install."""
     clone = tmp_path / name
     shutil.copytree(ROOT / "ci", clone / "ci")
     python = clone / "python"
     python.symlink_to(sys.executable)
-    for command, words in (
-        (
-            [python, "-c", "import trainkit.config"],
-            f"a shell reads, found {python}. Move",
-        ),
-        (["bash", clone / "ci/smoke.sh"], "Move this folder"),
-        (["bash", clone / "ci/test.sh"], "Move this folder"),
-    ):
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 1 and words in result.stderr
+    done = run(python, "-c", "import trainkit.config")
+    assert f"a shell reads, found {python}. Move" in done.stderr
+    for script in ("smoke", "test"):
+        done = run("bash", clone / f"ci/{script}.sh")
+        assert done.returncode == 1 and "Move this folder" in done.stderr
     assert not (clone / ".venv").exists()
 
 
@@ -89,16 +86,14 @@ def test_an_environment_of_another_folder_is_made_anew(tmp_path):
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/made-for").write_text("/elsewhere 3 13\n")
-    command = ["bash", "-c", "source ci/environment.sh"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "Replacing .venv, which was made for /elsewhere 3 13" in result.stdout
+    done = run("bash", "-c", "source ci/environment.sh", cwd=tmp_path)
+    assert "Replacing .venv, which was made for /elsewhere 3 13" in done.stdout
     assert not (tmp_path / ".venv/made-for").exists()
 
 
 def test_a_python_that_has_nothing_is_told_what_to_install():
-    command = [sys.executable, "-S", "-c", "import trainkit; trainkit.check_versions()"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "packaging is missing. Install what was tested" in result.stderr
+    done = run(sys.executable, "-S", "-c", "import trainkit; trainkit.check_versions()")
+    assert "packaging is missing. Install what was tested" in done.stderr
 
 
 VERSIONS = [  # of Python, jax, flax, ray, and orbax-checkpoint; what is said of them

@@ -2,8 +2,7 @@
 
 import math
 import time
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,13 +11,10 @@ import ray
 from accidents import log_of, wait_for
 from samples import python, run_from_guide
 
+import trainkit.checkpoints
 import trainkit.run_log
 import trainkit.workers
 from trainkit.config import TrainingConfig
-
-
-class State(NamedTuple):
-    step: jax.Array
 
 
 @pytest.fixture
@@ -28,8 +24,8 @@ def log(monkeypatch):
     monkeypatch.setattr(trainkit.workers, "watch", watched.append)
 
     def start(config, step: int = 0, send=None):
-        Path(config.run_path).mkdir(parents=True, exist_ok=True)
-        state = State(jax.numpy.int32(step))
+        config.run_path.mkdir(parents=True, exist_ok=True)
+        state = SimpleNamespace(step=jax.numpy.int32(step))
         logs.append(trainkit.run_log.RunLog(config, state, send))
         logs[-1].watched = watched
         return logs[-1]
@@ -141,6 +137,7 @@ OPEN_BAR = """
 import atexit
 from ray.experimental import tqdm_ray
 atexit.register(lambda: print(bar.bar.disable))  # after what is registered later
+import trainkit.checkpoints
 import trainkit.run_log
 tqdm_ray.tqdm(desc="of a worker that is killed", total=10).update(3)
 (group,) = tqdm_ray.instance().bar_groups.values()

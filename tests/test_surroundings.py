@@ -1,10 +1,7 @@
 """What else is on the machine: other clusters, proxies, uv, variables, folders, names."""
 
-import contextlib
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -15,7 +12,7 @@ import pytest
 import ray
 import ray.train.v2.jax
 from accidents import free_port, in_the_background, wait_for
-from conftest import ROOT, stop_ray
+from conftest import ROOT
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
@@ -74,37 +71,23 @@ trainkit.set_up_driver()
 ALONE = START.replace("ray.init(", "ray.init(num_cpus=2, include_dashboard=False,")
 
 
-@pytest.fixture
-def address(request) -> str:
-    """Where a run finds its cluster: its own, or one that is there, without a dashboard."""
-    if request.param == "started":
-        yield "local"
-        return
-    stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    yield cluster.address
-    cluster.shutdown()
-
-
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "grpc_proxy")
 EXEC = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-HERE = [sys.executable]
+HERE, HOME = [sys.executable], str(Path.home())
 NO_PROJECT = ["uv", "run", "--no-project", "python"]
 PROJECT = ["uv", "run", "--no-sync", "--offline", "python"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "address, begin, runner, home",
+    "joins, begin, runner, home",
     [
-        ("started", ALONE, NO_PROJECT, "/proc/none"),
-        pytest.param("started", START, PROJECT, "", marks=pytest.mark.extra),
-        pytest.param("joined", START, HERE, str(Path.home()), marks=pytest.mark.extra),
+        pytest.param(False, ALONE, NO_PROJECT, "/proc/none", id="without a dashboard"),
+        pytest.param(False, START, PROJECT, "", id="started", marks=pytest.mark.extra),
+        pytest.param(True, START, HERE, HOME, id="joined", marks=pytest.mark.extra),
     ],
-    indirect=["address"],
-    ids=["without a dashboard", "started", "joined"],
 )
-def test_a_run_among_others(tmp_path, address, begin, runner, home):
+def test_a_run_among_others(tmp_path, request, joins, begin, runner, home):
     """Another cluster, uv, proxies that don't answer, and a home that can't be written.
 
     Nor do workers see this folder.
@@ -122,6 +105,7 @@ def test_a_run_among_others(tmp_path, address, begin, runner, home):
     variables = {name: f"http://127.0.0.1:{free_port()}" for name in PROXIES}
     variables |= {"UV_PROJECT_ENVIRONMENT": sys.prefix, "VIRTUAL_ENV": sys.prefix}
     variables |= {"UV_CACHE_DIR": f"{tmp_path}/uv", "HOME": home, "NOTE": str(note)}
+    address = request.getfixturevalue("head").address if joins else "local"
     variables |= {"RAY_ADDRESS": address, "PYTHONPATH": None}
     hide = "import os; os.rename('trainkit', 'elsewhere')"
     script = begin.replace("workers.check_", f"{hide}\nworkers.check_") + SMALL_RUN
@@ -152,43 +136,6 @@ trainkit.workers.check_cluster(8)
         python(script)
 
 
-@pytest.mark.slow
-def test_a_cluster_that_asks_for_a_token(tmp_path):
-    """With the right one, it is joined; without, a sentence says what to set."""
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": 8 * "1234abcd"}
-    start = [str(Path(sys.prefix, "bin/ray")), "start", "--head", "--num-cpus=1"]
-    start += ["--include-dashboard=false", "--block"]
-    said, heads, port = tmp_path / "said", [], None
-
-    def has_started() -> bool:
-        """Start it, again if Ray gave up: it waits for 30 s, however busy a machine is."""
-        nonlocal port
-        if not heads or heads[-1].poll() is not None:
-            port, client = free_port(), free_port()
-            command = [*start, f"--port={port}", f"--ray-client-server-port={client}"]
-            options = {"env": os.environ | token, "start_new_session": True}
-            with said.open("w") as file:
-                heads.append(subprocess.Popen(command, stdout=file, **options))
-        return "Ray runtime started" in said.read_text()
-
-    try:
-        wait_for(has_started, seconds=180, what="the head")
-        where = {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-        with pytest.raises(AssertionError, match="for a token. Set RAY_AUTH_MODE"):
-            python(START, **where, RAY_AUTH_MODE="disabled")
-        python(START, **where | token)
-    finally:
-        for head in heads:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(head.pid, signal.SIGKILL)
-            head.wait()
-
-
-def test_a_notebook_without_its_folder(tmp_path):
-    with pytest.raises(AssertionError, match="Open this notebook in its clone, beside"):
-        python(cell("set_up_driver()"), cwd=tmp_path)
-
-
 def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
     name = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
     monkeypatch.setattr(trainkit, "check_address", lambda: None)
@@ -197,10 +144,9 @@ def test_ray_under_uv_is_set_where_the_cluster_is_started(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         trainkit.set_up_driver()
         assert os.environ.get(name) == expected
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv(name, "1")  # yours
-    trainkit.set_up_driver()
-    assert os.environ[name] == "1"
+        monkeypatch.setenv(name, "1")  # yours
+        trainkit.set_up_driver()
+        assert os.environ[name] == "1"
 
 
 @pytest.mark.slow
@@ -215,7 +161,7 @@ from trainkit.generate import generate_tokens
 tutorial = load_notebook()
 config = tutorial.TrainingConfig(vocab_size=300, block_size=16, n_layer=1, n_head=2,
     n_embd=32, compute_dtype="float32", batch_size=4, device_batch_size=2, loss_chunks=2,
-    warmup_steps=2, decay_steps=9, platform="cpu", dropout=0.1)
+    warmup_steps=2, decay_steps=9, platform="cpu")
 windows = np.zeros((4, 17), np.uint16)
 state, metrics = tutorial.train_step(tutorial.create_state(config), windows, config)
 print(metrics, tutorial.eval_step(state.params, windows, config))
