@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from samples import python
 
 sys.path.append(str(ROOT / "benchmarks/verify"))
 import report as reports
@@ -138,3 +139,27 @@ def test_the_page_shows_the_reports():
         assert reports.summary(json.loads(report)) in page
         assert "/home/" not in report and "/root/" not in report
         assert str(ROOT) not in report and os.uname().nodename not in report
+
+
+FIND = """
+import os, subprocess, sys
+from pathlib import Path
+from types import SimpleNamespace
+sys.path[:0] = ["benchmarks/verify", "ci"]
+import conftest, jax
+
+def asked(*_, **__):
+    assert "JAX_PLATFORMS" not in os.environ, "limited already"
+    return "gpu"
+
+subprocess.check_output = asked
+into = Path(sys.argv[1])
+options = SimpleNamespace(into=into, change=["n_layer=1"], rehearse=None)
+conftest.pytest_configure(SimpleNamespace(option=options))
+print(options.base.platform, options.base.n_layer, jax.config.jax_platforms)
+"""
+
+
+def test_gpus_are_found_though_the_driver_is_limited_to_cpus(tmp_path):
+    said = python(FIND, tmp_path, JAX_PLATFORMS=None)
+    assert said.splitlines()[-1] == "gpu 1 cuda,cpu"

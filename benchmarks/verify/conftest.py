@@ -28,18 +28,18 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Set the environment as a worker has it, before this process looks for devices."""
+    options = config.option
+    find = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    kind = "gpu" if options.rehearse else subprocess.check_output(find, text=True)
     if notebook_module.HAS_RAY:
         os.environ["RAY_ADDRESS"] = "local"  # a cluster of its own
-        trainkit.set_up_driver()  # before Ray is imported
+        trainkit.set_up_driver()  # which limits JAX to CPUs, until below
     import jax
 
     from trainkit import workers
 
-    options = config.option
     options.into = options.into.resolve()
     options.into.mkdir(parents=True, exist_ok=True)
-    find = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-    kind = "gpu" if options.rehearse else subprocess.check_output(find, text=True)
     file = f"{CONFIGS[kind.strip()]}.yaml"
     base = trainkit.config.load_config(common.ROOT / "configs" / file)
     base = common.for_one_device(base, common.parse_changes(options.change))
