@@ -22,7 +22,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # of trainkit, notebook_module
 
 import numpy as np
 import yaml
-from notebook_module import abstract_state
 from notebook_module import load_notebook as load_notebook
 
 CORES = os.cpu_count()
@@ -101,7 +100,9 @@ def lower_step(tutorial, config, mesh, state):
 
 def compile_step(tutorial, config, mesh):
     """The compiled train step, and the seconds that tracing and compiling took."""
-    state = abstract_state(tutorial, config, mesh)
+    import trainkit.sharding
+
+    state = trainkit.sharding.abstract_state(tutorial.create_state, config, mesh)
     start = time.perf_counter()
     lowered = lower_step(tutorial, config, mesh, state)
     middle = time.perf_counter()

@@ -19,7 +19,7 @@ import jax
 import matplotlib.pyplot as plt
 from flax import nnx
 from matplotlib.patches import Rectangle
-from notebook_module import abstract_state, load_notebook
+from notebook_module import load_notebook
 
 import trainkit.config
 import trainkit.sharding
@@ -111,7 +111,8 @@ def draw_sharding(path: Path) -> None:
         devices_per_worker=8, fsdp=2, tensor_parallel=2, batch_size=8
     )
     mesh = trainkit.sharding.make_mesh(config)
-    params = nnx.to_flat_state(abstract_state(tutorial, config, mesh).params)
+    state = trainkit.sharding.abstract_state(tutorial.create_state, config, mesh)
+    params = nnx.to_flat_state(state.params)
     params = {".".join(map(str, path)): value for path, value in params}
     batch = trainkit.sharding.batch_sharding(mesh)
     arrays = [("a batch of windows", (8, config.block_size + 1), batch)]

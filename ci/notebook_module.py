@@ -100,16 +100,9 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
     return module
 
 
-def abstract_state(tutorial: types.ModuleType, config, mesh):
-    """The shapes and shardings of the notebook's state on `mesh`."""
-    from trainkit import sharding  # which imports JAX
-
-    return sharding.abstract_state(tutorial.create_state, config, mesh)
-
-
 def initial_state(tutorial: types.ModuleType, config, mesh):
     """The notebook's state before the first step, on the devices of `mesh`."""
-    from trainkit import sharding
+    from trainkit import sharding  # which imports JAX
 
-    abstract = abstract_state(tutorial, config, mesh)
+    abstract = sharding.abstract_state(tutorial.create_state, config, mesh)
     return sharding.initial_state(tutorial.create_state, config, abstract)

@@ -1,7 +1,9 @@
 """A model of another kind: Llama's layers, written in Flax NNX as one would anywhere.
 
 Touvron et al. 2023: RMS norms before each layer, rotary positions, SwiGLU, an untied head.
-To train it, paste this in place of the notebook's cells of GPT-2 and of its loss.
+To train it, paste this in place of the notebook's cells of GPT-2 and of its loss. For
+`tensor_parallel`, add ("qkv|gate|up", ("fsdp", "tensor")) and ("out|down", ("tensor", "fsdp"))
+to `sharding.RULES`.
 """
 
 from functools import partial

@@ -11,14 +11,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import psutil
 import pytest
 import ray
 import ray.train
 from conftest import read_arrays
-from notebook_module import initial_state
+from samples import run
 
 import trainkit.checkpoints
 import trainkit.sharding
@@ -128,7 +127,7 @@ def assert_equal_runs(config, reference) -> None:
     newest = trainkit.checkpoints.list_saved(config)[0]
     assert newest == f"step_{config.max_steps:08d}"
     if config.max_steps == reference.max_steps:
-        states = (read_arrays(run.run_path / newest) for run in (config, reference))
+        states = (read_arrays(x.run_path / newest) for x in (config, reference))
         for a, b in zip(*states, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -140,14 +139,8 @@ def losses_of_one_process(tutorial, config) -> list[float]:
         **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "fsdp": 1},
         **{"topology": None, "accelerator_type": None},
     )
-    mesh = trainkit.sharding.make_mesh(config)
-    state, losses = initial_state(tutorial, config, mesh), []
-    steps = range(config.max_steps)
-    with jax.set_mesh(mesh):
-        for windows in tutorial.read_batches(config, mesh, "train", steps):
-            state, metrics = tutorial.train_step(state, windows, config)
-            losses.append(float(metrics["loss"]))
-    return losses
+    mesh, steps = trainkit.sharding.make_mesh(config), range(config.max_steps)
+    return run(tutorial, config, tutorial.read_batches(config, mesh, "train", steps))[1]
 
 
 def assert_losses_of_one_process(tutorial, config, atol: float = 1e-4) -> None:

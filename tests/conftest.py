@@ -51,16 +51,10 @@ LONGEST = "notebook faults storage verify tpu_compile tpu_slice gradients".split
 
 def read_arrays(path) -> list[np.ndarray]:
     """Every array of a checkpoint, in the order of its tree."""
-    checkpointer = ocp.PyTreeCheckpointer()
-    with ray.train.Checkpoint(str(path)).as_directory() as folder:
-        tree = checkpointer.metadata(folder).item_metadata.tree
-        restore_args = jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
-        )
-        restored = checkpointer.restore(
-            folder, args=ocp.args.PyTreeRestore(restore_args=restore_args)
-        )
-    return jax.tree.leaves(restored)
+    checkpointer, as_numpy = ocp.PyTreeCheckpointer(), ocp.RestoreArgs(np.ndarray)
+    tree = checkpointer.metadata(path).item_metadata.tree
+    each = jax.tree.map(lambda _: as_numpy, tree)
+    return jax.tree.leaves(checkpointer.restore(path, restore_args=each))
 
 
 def start_ray(address: str = "local") -> None:
@@ -145,27 +139,28 @@ def simulated(monkeypatch):
     monkeypatch.setattr(trainkit.workers, "environment", on_cpu)
 
 
+def small_config(folder: Path, **changes) -> TrainingConfig:
+    """A small configuration with its storage in a folder."""
+    values = {
+        **{"vocab_size": 521, "block_size": 16, "n_layer": 2, "n_head": 2},
+        **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
+        **{"batch_size": 4, "learning_rate": 1e-2, "min_learning_rate": 1e-3},
+        **{"warmup_steps": 4, "decay_steps": 40, "max_steps": 20},
+        **{"log_interval": 1, "eval_interval": 10, "eval_steps": 2},
+        **{"platform": "cpu", "cpus_per_worker": 0.5, "run_name": "run"},
+        **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
+    }
+    return TrainingConfig(**(values | changes))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """small_config, in this test's own folder."""
+    return partial(small_config, tmp_path)
+
+
 @pytest.fixture(scope="session")
-def small_factory():
-    """A function that makes small configurations with their storage in a folder."""
-
-    def make(folder: Path, **changes):
-        values = {
-            **{"vocab_size": 521, "block_size": 16, "n_layer": 2, "n_head": 2},
-            **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
-            **{"batch_size": 4, "learning_rate": 1e-2, "min_learning_rate": 1e-3},
-            **{"warmup_steps": 4, "decay_steps": 40, "max_steps": 20},
-            **{"log_interval": 1, "eval_interval": 10, "eval_steps": 2},
-            **{"platform": "cpu", "cpus_per_worker": 0.5, "run_name": "run"},
-            **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
-        }
-        return TrainingConfig(**(values | changes))
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def reference(tutorial, small_factory, write_bins, tmp_path_factory):
+def reference(tutorial, write_bins, tmp_path_factory):
     """The configuration of a run of two workers that nothing has happened to.
 
     The first process of pytest-xdist that needs the run makes it, and the other waits.
@@ -173,7 +168,7 @@ def reference(tutorial, small_factory, write_bins, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    config = small_factory(
+    config = small_config(
         folder / "reference",
         num_workers=2,
         n_layer=1,  # less to compile in each start
@@ -190,12 +185,6 @@ def reference(tutorial, small_factory, write_bins, tmp_path_factory):
             start_ray()
             tutorial.make_trainer(config).fit()
     return config
-
-
-@pytest.fixture
-def small(small_factory, tmp_path):
-    """small_factory, in this test's own folder."""
-    return partial(small_factory, tmp_path)
 
 
 @pytest.fixture

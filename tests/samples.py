@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,7 +29,7 @@ def python(script: str | Path, *arguments, cwd=ROOT, **variables: str | None) ->
     program = [script] if isinstance(script, Path) else ["-c", script]
     command = [sys.executable, *map(str, [*program, *arguments])]
     environment = {k: v for k, v in (os.environ | variables).items() if v is not None}
-    options = {"env": environment, "cwd": cwd, "errors": "replace", "timeout": 1200}
+    options = {"env": environment, "cwd": cwd, "errors": "replace", "timeout": 2400}
     done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
@@ -104,41 +105,15 @@ def run(tutorial, config, batches):
 
 def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Tokenizer:
     """A tokenizer of byte pairs that is trained here; its first token ends a text."""
-    found = tokenizers.Tokenizer(tokenizers.models.BPE())
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    found.train_from_iterator(texts * 20, trainer)
+    found, options = tokenizers.ByteLevelBPETokenizer(), {"special_tokens": [END]}
+    found.train_from_iterator(texts * 20, size, show_progress=False, **options)
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(str(path))
-    return found
-
-
-class Rows(NamedTuple):
-    """As much of a `ray.data.from_numpy` as a cluster isn't needed for."""
-
-    parts: list[np.ndarray]
-    context: SimpleNamespace
-    read: Callable[[dict], dict] = dict
-
-    def map_batches(self, read, batch_size=None):
-        return self._replace(read=read)
-
-    def iter_batches(self, batch_size, prefetch_batches=1) -> Iterator[dict]:
-        assert batch_size == 1
-        for part in self.parts:
-            rows = self.read({"data": part})
-            for i in range(len(part)):
-                yield {name: column[i : i + 1] for name, column in rows.items()}
+    return tokenizers.Tokenizer.from_file(str(path))
 
 
 class Blocks(NamedTuple):
-    """As much of a `ray.data.range` as a cluster isn't needed for."""
+    """As much of a `ray.data.Dataset` as a cluster isn't needed for."""
 
     blocks: list[dict]
     context: SimpleNamespace
@@ -147,9 +122,10 @@ class Blocks(NamedTuple):
         made = []
         for rows in self.blocks:
             found = function(rows)
-            many = [found] if isinstance(found, dict | pa.Table) else found
-            made += [dict(zip(x.column_names, map(np.array, x.to_pydict().values())))
-                     if isinstance(x, pa.Table) else x for x in many]  # fmt: skip
+            for x in [found] if isinstance(found, dict | pa.Table) else found:
+                if isinstance(x, pa.Table):
+                    x = {k: np.array(values) for k, values in x.to_pydict().items()}
+                made.append(x)
         return self._replace(blocks=made)
 
     def limit(self, rows: int):
@@ -159,28 +135,33 @@ class Blocks(NamedTuple):
             rows -= len(made[-1]["split"])
         return self._replace(blocks=made)
 
-    def iter_batches(self, batch_size) -> Iterator[dict]:
+    def iter_batches(self, batch_size, prefetch_batches=1) -> Iterator[dict]:
         assert self.context.execution_options.preserve_order
-        yield from self.blocks
+        for block in self.blocks:
+            if batch_size is None:
+                yield block
+                continue
+            assert batch_size == 1
+            for i in range(len(block["indices"])):
+                yield {name: column[i : i + 1] for name, column in block.items()}
 
 
 def without_a_cluster(monkeypatch) -> None:
     """Let datasets be read in this process."""
     context = SimpleNamespace(execution_options=SimpleNamespace())
-    monkeypatch.setattr("ray.data.from_numpy", lambda parts: Rows(parts, context))
     for name in ("ray.put", "ray.get"):
         monkeypatch.setattr(name, lambda value: value)
 
-    def divided(name: str, rows, blocks: int) -> Blocks:
-        parts = np.array_split(np.array(rows), blocks)
-        return Blocks([{name: part} for part in parts], context)
+    def dataset(column: str, parts: list[np.ndarray]) -> Blocks:
+        return Blocks([{column: part} for part in parts], context)
 
     def count(n: int, override_num_blocks: int) -> Blocks:
-        return divided("id", range(n), override_num_blocks)
+        return dataset("id", np.array_split(range(n), override_num_blocks))
 
     def items(rows: list, override_num_blocks: int) -> Blocks:
-        return divided("item", rows, override_num_blocks)
+        return dataset("item", np.array_split(rows, override_num_blocks))
 
+    monkeypatch.setattr("ray.data.from_numpy", partial(dataset, "data"))
     monkeypatch.setattr("ray.data.range", count)
     monkeypatch.setattr("ray.data.from_items", items)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole, pruned, readable for years; what can't be read is passed over."""
+"""Checkpoints: whole, readable for years; what can't be read is passed over."""
 
 import asyncio
 import dataclasses
@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import jax
@@ -24,7 +26,6 @@ import ray.train
 from conftest import read_arrays
 from etils import epath
 from flax import nnx
-from notebook_module import abstract_state
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     CheckpointManager,
 )
@@ -56,22 +57,13 @@ def checkpointer(small, recorded):
     return trainkit.checkpoints.Checkpointer(config)
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def raises(error: Exception):
-    """A function that raises it, whatever it is called with."""
-
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
-def save_steps(checkpointer, *steps) -> None:
+def save_steps(checkpointer, *steps, **others) -> dict:
+    """Save steps, one after the other; returns what Ray is told of the last."""
     for step in steps:
-        checkpointer.save({"kernel": np.full((64, 64), step, np.float32)}, step)
+        kernel = np.full((64, 64), step, np.float32)
+        told = checkpointer.save(others or {"kernel": kernel}, step)
         checkpointer.wait()
+    return told
 
 
 @pytest.fixture
@@ -80,15 +72,10 @@ def restore(checkpointer, monkeypatch):
     reports = []
     report = lambda metrics, **options: reports.append((metrics, options))  # noqa: E731
     monkeypatch.setattr(ray.train, "report", report)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def restore(latest: str = "", shape=(64, 64), **others):
+    def restore(latest: str = "", **others):
         known = ray.train.Checkpoint(f"/anywhere/{latest}") if latest else None
-        shapes = {"kernel": shape, **others}
-        target = {
-            name: jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
-            for name, shape in shapes.items()
-        }
+        target = {"kernel": jnp.zeros((64, 64))} | others
         state = checkpointer.newest(known, target)
         return state and int(state["kernel"][0, 0]), list(reports)
 
@@ -101,56 +88,44 @@ def restore(checkpointer, monkeypatch):
 def test_a_failed_save_is_seen_by_the_loop_and_by_rays_thread(
     checkpointer, monkeypatch
 ):
-    state = {"kernel": np.ones((8, 8), np.float32)}
-    good = checkpointer.save(state, 10)
-    checkpointer.wait()
-
+    good = save_steps(checkpointer, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointer.orbax, "wait_until_finished", raises(FULL))
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(checkpointer.orbax, "wait_until_finished", Mock(side_effect=full))
         patch.setattr(checkpointer.orbax, "save", lambda *_, **__: None)
-        bad = checkpointer.save(state, 20)
-        for see in (bad["checkpoint_upload_fn"], checkpointer.wait) * 2:
+        bad, again = checkpointer.save({}, 20), partial(checkpointer.save, {}, 30)
+        for see in (bad["checkpoint_upload_fn"], checkpointer.wait, again) * 2:
             with pytest.raises(OSError, match="No space"):
                 see()
-        with pytest.raises(OSError, match="No space"):
-            checkpointer.save(state, 30)
     assert good["checkpoint_upload_fn"]("from", "to").path.endswith(FIRST)
     assert trainkit.checkpoints.list_saved(checkpointer.config) == [FIRST]
 
 
 def test_no_worker_waits_in_orbax_while_the_first_tries(checkpointer, monkeypatch):
     """Its attempts may take a minute, and there are limits to waiting there."""
-    order, ours = [], trainkit.checkpoints
-    for place, name in (
-        (ours.lock, "confirm"),
-        (ray.train.collective, "barrier"),
-        (checkpointer.orbax, "save"),
-    ):
-        note = lambda *_, name=name, **__: order.append(name)  # noqa: E731
-        monkeypatch.setattr(place, name, note)
+    order = Mock()
+    monkeypatch.setattr(trainkit.checkpoints.lock, "confirm", order.confirm)
+    monkeypatch.setattr(ray.train.collective, "barrier", order.barrier)
+    monkeypatch.setattr(checkpointer.orbax, "save", order.save)
     save_steps(checkpointer, 10)
-    assert order == ["confirm", "barrier", "save"]
+    assert [name for name, *_ in order.mock_calls] == ["confirm", "barrier", "save"]
 
 
 def test_a_step_that_is_saved_again_is_on_record_once(checkpointer, recorded):
-    """After a run went on from the checkpoint before; what is there is replaced."""
-    kernel, path = np.ones((8, 8), np.float32), checkpointer.config.run_path / FIRST
-    assert checkpointer.save({"kernel": kernel}, 10)["checkpoint"].path == str(path)
+    """After a run went on from the checkpoint before; what is there is replaced.
+
+    One on record that somebody has deleted becomes an empty folder, or Ray would end the
+    run when it comes to delete it itself.
+    """
+    path = checkpointer.config.run_path / FIRST
+    assert save_steps(checkpointer, 10)["checkpoint"].path == str(path)
     recorded.append(FIRST)
-    again = checkpointer.save({"kernel": 2 * kernel}, 10)
-    checkpointer.wait()
+    again = save_steps(checkpointer, 10, kernel=np.ones(3))
     assert again["checkpoint"] is None and again["checkpoint_dir_name"] == FIRST
-    (kernel,) = read_arrays(path)
-    assert (kernel == 2).all()
-
-
-def test_a_recorded_checkpoint_that_somebody_deletes_does_not_end_the_run(
-    checkpointer, recorded
-):
-    """Ray would raise when it comes to delete the folder itself."""
-    recorded.append(FIRST)
+    assert [array.tolist() for array in read_arrays(path)] == [[1, 1, 1]]
+    path.rmtree()
     save_steps(checkpointer, 20)
-    assert (checkpointer.config.run_path / FIRST).is_dir()
+    assert path.is_dir() and not [*path.iterdir()]
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
@@ -163,14 +138,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
 
 def test_a_key_is_restored(checkpointer):
     """As optax.add_noise keeps one."""
-    state = {"key": jax.random.key(7), "x": jnp.ones(3)}
-    checkpointer.save(state, 10)
-    checkpointer.wait()
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state
-    )
-    found = trainkit.checkpoints.read(checkpointer.config.run_path / FIRST, target)
+    save_steps(checkpointer, 10, key=jax.random.key(7))
+    path = checkpointer.config.run_path / FIRST
+    found = trainkit.checkpoints.read(path, {"key": jax.random.key(0)})
     assert jax.random.key_data(found["key"]).tolist() == [0, 7]
 
 
@@ -259,24 +229,27 @@ def test_the_newest_is_restored_and_ray_is_told_of_what_it_does_not_know(
 
 def cut_off(folder: Path) -> None:
     data = max(folder.rglob("d/*"), key=lambda file: file.stat().st_size)
-    os.truncate(data, data.stat().st_size // 2)
+    half = data.read_bytes()[: data.stat().st_size // 2]
+    data.unlink()  # and not in place: a process that still maps it would die
+    data.write_bytes(half)
 
 
-HARM = {
-    "cut off": cut_off,
-    "no JSON": lambda folder: (folder / "_METADATA").write_text("{"),
-    "nothing": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
-}
-
-
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(
+    "harm",
+    [
+        cut_off,
+        lambda folder: (folder / "_METADATA").write_text("{"),
+        lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+    ],
+    ids=["cut off", "no JSON", "nothing"],
+)
 def test_what_cannot_be_read_for_a_minute_is_passed_over(
     checkpointer, restore, pauses, capsys, harm
 ):
     """The one before is taken; the first is named, with the reason, and stays."""
     save_steps(checkpointer, 10, 20, 30)
     folder = Path(checkpointer.config.run_path / THIRD)
-    HARM[harm](folder)
+    harm(folder)
     step, reports = restore()
     assert step == 20 and 60 < sum(pauses) < 70
     assert [o["checkpoint_dir_name"] for _, o in reports] == [FIRST, SECOND]
@@ -307,7 +280,7 @@ def test_a_run_never_starts_over_by_itself(checkpointer, restore, pauses, monkey
     save_steps(checkpointer, 10, 20)
     with monkeypatch.context() as patch:
         denied = PermissionError("AWS Error ACCESS_DENIED")
-        patch.setattr(trainkit.checkpoints, "list_folders", raises(denied))
+        patch.setattr(trainkit.checkpoints, "list_folders", Mock(side_effect=denied))
         with pytest.raises(PermissionError):
             restore()
         assert 60 < sum(pauses) < 70
@@ -326,12 +299,12 @@ def test_what_another_attempt_cannot_help_is_told_at_once(
     save_steps(checkpointer, 10, 20)
     kernel = re.escape("another model: kernel: found (64, 64), expected (64, 65).")
     with pytest.raises(ValueError, match=kernel):
-        restore(shape=(64, 65))
+        restore(kernel=jnp.zeros((64, 65)))
     others = r"model: a: found None, expected \(1,\); b: .*; c: [^;]*$"
     with pytest.raises(ValueError, match=others):
-        restore(a=(1,), b=(1,), c=(1,), d=(1,))
+        restore(**dict.fromkeys("abcd", jnp.zeros(1)))
     for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")):
-        monkeypatch.setattr(trainkit.checkpoints, "read", raises(error))
+        monkeypatch.setattr(trainkit.checkpoints, "read", Mock(side_effect=error))
         with pytest.raises(type(error)):
             restore()
     assert not pauses
@@ -354,13 +327,12 @@ def test_all_workers_take_the_same_checkpoint(checkpointer, restore, monkeypatch
 
 def hashes(tree) -> dict[str, str]:
     """What `data/old_checkpoint/arrays.json` holds of each array."""
-
-    def digest(array):
+    found = {}
+    for name, array in ocp.tree.to_flat_dict(tree, sep=".").items():
         array = np.asarray(array)
         text = f"{array.dtype} {array.shape}".encode()
-        return hashlib.sha256(text + array.tobytes()).hexdigest()[:16]
-
-    return {k: digest(v) for k, v in ocp.tree.to_flat_dict(tree, sep=".").items()}
+        found[name] = hashlib.sha256(text + array.tobytes()).hexdigest()[:16]
+    return found
 
 
 def test_an_old_checkpoint_is_still_read(tutorial):
@@ -375,7 +347,9 @@ def test_an_old_checkpoint_is_still_read(tutorial):
         model.config, num_workers=1, run_name="old_checkpoint", storage_path=str(DATA)
     )
     (name,) = trainkit.checkpoints.list_saved(config)
-    target = abstract_state(tutorial, config, trainkit.sharding.make_mesh(config))
+    target = trainkit.sharding.abstract_state(
+        tutorial.create_state, config, trainkit.sharding.make_mesh(config)
+    )
     state = trainkit.checkpoints.load(config, name, target)
     assert hashes(state) == expected and int(state.step) == 3
 
@@ -400,9 +374,18 @@ def bucket(checkpointer, monkeypatch, tmp_path):
     return checkpointer.config
 
 
-def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, restore):
-    """What a killed worker has left of one goes before it is written anew."""
-    (bucket.run_path / FIRST).mkdir()
+def test_parts_add_up_to_a_checkpoint_when_all_are_there(
+    checkpointer, request, restore
+):
+    """What a killed worker has left of one goes before it is written anew.
+
+    Checkpoints of a run that was copied from a folder have no marks, and are whole.
+    """
+    save_steps(checkpointer, 5)
+    bucket = request.getfixturevalue("bucket")
+    assert restore()[0] == 5
+    bucket.run_path.rmtree()
+    (bucket.run_path / FIRST).mkdir(parents=True)
     for name in ("left", "part-1-of-2"):
         (bucket.run_path / FIRST / name).touch()
     save_steps(checkpointer, 10)
@@ -423,23 +406,16 @@ def test_parts_add_up_to_a_checkpoint_when_all_are_there(bucket, checkpointer, r
     assert restore()[0] == 10 and not other.exists()
 
 
-def test_a_run_that_was_copied_from_a_folder_to_a_bucket_goes_on(
-    checkpointer, request, restore
-):
-    """Its checkpoints have no marks, and they are whole."""
-    save_steps(checkpointer, 10)
-    request.getfixturevalue("bucket")
-    assert restore()[0] == 10
+def test_how_a_bucket_is_written_and_listed(bucket, checkpointer):
+    """A worker writes when its own folder is there, not at the signal of another's.
 
-
-def test_a_worker_writes_when_its_own_folder_is_there(bucket, checkpointer):
-    """Made in the background, the first of the workers' folders would be the signal.
-
-    And Orbax gives a write as long as the watchdog gives a step.
+    Orbax gives a write as long as the watchdog gives a step; no listing is kept.
     """
     assert not checkpointer.orbax._create_directories_asynchronously
     limit = checkpointer.orbax._async_manager._timeout_secs
     assert limit == checkpointer.config.stall_timeout_s
+    for protocol in ("s3", "gs", "gcs"):
+        assert fsspec.config.conf[protocol]["use_listings_cache"] is False
 
 
 def test_uploads_and_downloads_are_tried_for_a_minute(
@@ -488,8 +464,3 @@ def test_what_a_killed_worker_staged_is_removed(bucket, monkeypatch):
     trainkit.checkpoints.Checkpointer(bucket)
     assert not mine.exists() and len(others) == 3
     assert all((other / "7" / FIRST).exists() for other in others)
-
-
-def test_listings_of_buckets_are_not_kept():
-    for protocol in ("s3", "gs", "gcs"):
-        assert fsspec.config.conf[protocol]["use_listings_cache"] is False

@@ -8,12 +8,11 @@ from conftest import ROOT
 
 import trainkit.config
 
-COMPUTE = ROOT / "configs/compute"
 RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
 
 
 def read(name: str) -> dict:
-    return yaml.safe_load((COMPUTE / name).read_text())
+    return yaml.safe_load((ROOT / "configs/compute" / name).read_text())
 
 
 ANYSCALE = {"aws.yaml": r"[a-z]\w*\.\w+", "gce.yaml": r"[a-z]\w*-\w+(-\w+)*"}

@@ -48,7 +48,7 @@ os.environ["XLA_FLAGS"] = (  # the programs are small, and compiled a third fast
 sys.path[:0] = ["benchmarks"]
 import jax, numpy as np, program, trainkit.config, trainkit.sharding
 from common import load_notebook, lower_step
-from notebook_module import abstract_state, initial_state
+from notebook_module import initial_state
 
 tutorial = load_notebook()
 windows = np.random.default_rng(0).integers(0, 1000, (4, 16, 33), np.uint16)
@@ -69,7 +69,8 @@ def run(data, fsdp, tensor, **changes):
         devices_per_worker=len(devices),
         **shape | {"n_layer": 1, "compute_dtype": "float32"} | changes)
     mesh = trainkit.sharding.make_mesh(config, devices)
-    lowered = lower_step(tutorial, config, mesh, abstract_state(tutorial, config, mesh))
+    state = trainkit.sharding.abstract_state(tutorial.create_state, config, mesh)
+    lowered = lower_step(tutorial, config, mesh, state)
     # As it is asked for; a CPU's compiler makes float32 of all sums.
     ops = r'"stablehlo.(?:all_reduce|reduce_scatter)".*?\\}\\) : \\(tensor<(.*?)>'
     summed = {x.split("x")[-1] for x in re.findall(ops, lowered.as_text(), re.DOTALL)}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ def text_of(cells) -> str:
 def run_notebook(folder: Path, *more_cells) -> list:
     """The code cells after `pytest --nbmake`, as CI runs it, with 80 steps, in `folder`."""
     stop_ray()  # the processor is for the notebook's cluster
+    folder.mkdir()
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     notebook.cells += more_cells
     nbformat.write(notebook, folder / "README.ipynb")
@@ -37,30 +37,29 @@ def run_notebook(folder: Path, *more_cells) -> list:
     smoke = folder / "configs/smoke.yaml"
     text = re.sub("max_steps: .*", "max_steps: 80", smoke.read_text())
     smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 40", text))
-    environment = os.environ | {"RAY_ADDRESS": "local"}
-    environment["GPT2_CONFIG"] = "configs/smoke.yaml"
-    environment.pop("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", None)  # as its users have it
-    command = "-m pytest --nbmake --overwrite --nbmake-timeout=900 README.ipynb"
-    options = {"capture_output": True, "text": True, "timeout": 2400}
-    result = subprocess.run(
-        [sys.executable, *command.split()], cwd=folder, env=environment, **options
-    )
-    assert result.returncode == 0, result.stdout[-5000:]
+    command = "--nbmake --overwrite --nbmake-timeout=900 README.ipynb".split()
+    environment = {"GPT2_CONFIG": "configs/smoke.yaml"}
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = None  # as its users have it
+    pytest_itself = Path(sys.executable).with_name("pytest")
+    python(pytest_itself, *command, cwd=folder, **environment)
     return code_cells(folder / "README.ipynb")
 
 
 @pytest.fixture(scope="module")
 def smoke_folder(tmp_path_factory):
     """A folder for the notebook; a space in its name does no harm."""
-    folder = tmp_path_factory.mktemp("smoke") / "my folder"
-    folder.mkdir()
-    return folder
+    return tmp_path_factory.mktemp("smoke") / "my folder"
 
 
 @pytest.fixture(scope="module")
 def executed(smoke_folder):
     """The code cells of the executed notebook."""
     return run_notebook(smoke_folder)
+
+
+def cells_of_a_job() -> list:
+    """The guide's job leaves out the asides."""
+    return [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
 
 
 def training_of(cells) -> str:
@@ -76,10 +75,8 @@ def test_notebook_trains(executed):
     validation = [float(x) for x in re.findall(r"val_loss ([\d.]+)", text)]
     assert 5 < losses[0] < math.log(2_048) and losses[-1] < losses[0] - 0.3
     assert len(validation) == 2 and validation[-1] < validation[0]
-    images = [
-        o for cell in executed for o in cell.outputs if "image/png" in o.get("data", {})
-    ]
-    assert images, "no plot"
+    outputs = [output for cell in executed for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "no plot"
     # No line twice in what a reader sees, and a bar that says how far the run is
     steps = re.findall(r"step \d+ \| tokens \S+", text)
     assert len(steps) == len(set(steps)) == 4
@@ -119,15 +116,16 @@ def test_others_say_little(executed):
 @pytest.mark.extra
 def test_change_a_line_and_run_again(tmp_path):
     """In the same kernel: another model trains from its first step, and is exported."""
-    again = [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
+    again = cells_of_a_job()
     line = "load_config(config_path)"
     changed = "load_config(config_path, n_embd=32, max_steps=20)"
     for cell in again:
         cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, changed)
-    cells = run_notebook(tmp_path, *again)[-len(again) :]
+    folder = tmp_path / "again"
+    cells = run_notebook(folder, *again)[-len(again) :]
     text = training_of(cells)
     assert "step 20 | tokens 10,240 |" in text and "Continuing from" not in text
-    assert len([*tmp_path.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
+    assert len([*folder.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
 
 
 def test_code_that_the_page_folds_away_runs(tutorial):
@@ -144,10 +142,8 @@ def test_code_that_the_page_folds_away_runs(tutorial):
 
 
 def test_the_cells_of_a_job_lack_no_name():
-    """The guide's job leaves out the asides."""
-    cells = [c for c in code_cells() if "aside" not in c.metadata.get("tags", [])]
     check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "-"]
-    source = "\n".join(cell.source for cell in cells)
+    source = "\n".join(cell.source for cell in cells_of_a_job())
     subprocess.run(check, input=source, text=True, check=True)
 
 

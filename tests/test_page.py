@@ -10,12 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
-import nbformat
 import pytest
-import render_readme
 from accidents import missing
 from conftest import ROOT
 
@@ -53,30 +51,22 @@ return {
 """
 
 
-def need(found: bool, what: str) -> None:
-    if not found:
-        missing(f"{what}, which `bash ci/test.sh` installs")
-
-
-def need_packages() -> None:
-    for name in ("sphinx", "myst_nb", "pydata_sphinx_theme", "sphinx_copybutton"):
-        found = bool(importlib.util.find_spec(name))
-        need(found, f"{name} of ci/test-requirements.txt")
+def need(*names: str) -> None:
+    """Skip a test without these packages and programs, which `bash ci/test.sh` installs."""
+    for name in names:
+        if not (importlib.util.find_spec(name) or shutil.which(name)):
+            missing(f"{name}, which `bash ci/test.sh` installs")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """The folder with the pages, built without a warning."""
-    need_packages()
+    need("sphinx", "myst_nb", "pydata_sphinx_theme", "sphinx_copybutton")
     folder = tmp_path_factory.mktemp("pages") / "html"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", str(ROOT / "ci/docs.sh"), str(folder)],
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    options["env"] = os.environ | {"PATH": path}
+    result = subprocess.run(["bash", ROOT / "ci/docs.sh", folder], **options)
     assert result.returncode == 0, f"{result.stdout}{result.stderr}"
     return folder
 
@@ -84,13 +74,11 @@ def built(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """Headless Chromium, without its calls home."""
-    paths = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    need(all(paths.values()), "Debian's chromium and chromium-driver")
-    need(bool(importlib.util.find_spec("selenium")), "selenium")
+    need("selenium", "chromium", "chromedriver")
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    options.binary_location = paths["chromium"]
+    options.binary_location = shutil.which("chromium")
     profile = tmp_path_factory.mktemp("chromium")
     for argument in (
         "headless no-sandbox disable-gpu disable-dev-shm-usage no-first-run disable-quic "
@@ -98,7 +86,7 @@ def browser(tmp_path_factory):
         f"user-data-dir={profile}"
     ).split():
         options.add_argument(f"--{argument}")
-    service = webdriver.ChromeService(paths["chromedriver"])
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
     with webdriver.Chrome(options, service) as driver:
         yield driver
 
@@ -122,7 +110,7 @@ def seen(request, browser, source, built) -> dict:
 
 def parse(markdown: str) -> list:
     """Tokens of Markdown with tables and with typographic quotes, as the page has."""
-    need_packages()
+    need("myst_nb")
     from markdown_it import MarkdownIt  # comes with myst-nb
 
     parser = MarkdownIt("commonmark", {"typographer": True})
@@ -137,26 +125,18 @@ def plain(inline) -> str:
 
 @pytest.fixture(scope="module")
 def written(source) -> dict:
-    """What the page's source says, in the form of `seen`."""
-    cells = [nbformat.v4.new_markdown_cell(source.with_suffix(".md").read_text())]
-    if source.suffix == ".ipynb":
-        notebook = nbformat.read(source, as_version=4)
-        cells = render_readme.with_outputs(notebook).cells
+    """What the page says on GitHub, in the form of `seen`."""
+    tokens = parse(source.with_suffix(".md").read_text())
     found = {"headings": [], "code": [], "images": []}
-    for cell in cells:
-        if cell.cell_type == "code":
-            found["code"].append(cell.source.strip())
-            continue
-        tokens = parse(cell.source)
-        for token, following in zip(tokens, tokens[1:] + [None]):
-            if token.type == "heading_open":
-                found["headings"].append([token.tag, plain(following)])
-            elif token.type == "fence":
-                found["code"].append(token.content.strip())
-            for part in token.children or []:
-                if part.type == "image":
-                    name = Path(part.attrs["src"]).name
-                    found["images"].append((name, part.content))
+    for token, following in zip(tokens, tokens[1:] + [None]):
+        if token.type == "heading_open":
+            found["headings"].append([token.tag, plain(following)])
+        elif token.type == "fence":
+            found["code"].append(token.content.strip())
+        for part in token.children or []:
+            if part.type == "image":
+                name = Path(part.attrs["src"]).name
+                found["images"].append((name, part.content))
     return found
 
 
@@ -167,14 +147,12 @@ def test_page_shows_what_its_source_says(seen, written):
 
 
 def test_every_picture_is_shown_and_described(seen, written):
+    """And nothing is wider than the page, which never scrolls sideways."""
     shown = [(Path(image["src"]).name, image["alt"]) for image in seen["images"]]
     assert shown == written["images"]
     for image in seen["images"]:
         assert image["loaded"] and 100 < image["width"] <= seen["window"], image
         assert len(image["alt"]) > 20, f"{image['src']} needs a describing alt text"
-
-
-def test_page_never_scrolls_sideways(seen):
     assert not seen["out"], "wider than the page"
     assert seen["width"] <= seen["window"]
 
@@ -191,14 +169,8 @@ def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(seen, source,
 def anchors(path: Path) -> set[str]:
     """The anchors that GitHub gives a file's headings."""
     tokens = parse(path.read_text())
-    pairs = zip(tokens, tokens[1:])
-    headings = [plain(b) for a, b in pairs if a.type == "heading_open"]
-    slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
-    counts, found = Counter(), set()
-    for slug in slugs:
-        found.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
-        counts[slug] += 1
-    return found
+    headings = [plain(b) for a, b in pairwise(tokens) if a.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

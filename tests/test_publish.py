@@ -155,7 +155,7 @@ def test_workers_get_the_package_and_the_requirements(registry):
     notebook = nbformat.read(registry / EXAMPLE / "README.ipynb", as_version=4)
     nbformat.validate(notebook)
     (init,) = [c.source for c in notebook.cells if "ray.init(" in c.source]
-    given = 'runtime_env={"pip": "requirements.txt", "py_modules": ["trainkit"]}'
+    given = 'runtime_env={"pip": "requirements.txt", "py_modules": ["trainkit"], '
     assert given in init
     (install,) = [c for c in notebook.cells if publish.INSTALL in c.source]
     assert install.metadata.tags == ["aside"]  # a job's script leaves it out

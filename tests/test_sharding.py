@@ -13,56 +13,39 @@ import trainkit.config
 import trainkit.sharding
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
-AXES = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-
-
-def logical_axes(name: str) -> tuple:
-    """What the axes of a parameter mean, written down apart from the model."""
-    module, leaf = name.split("/")[-2:]
-    if module in ("ln_1", "ln_2", "ln_f"):
-        return (None,)
-    axes = {
-        "wte": ("vocab", "embed"),
-        "wpe": (None, "embed"),
-        "c_fc": ("embed", "mlp"),
-        "c_proj": ("mlp" if "/mlp/" in name else "heads", "embed"),
-    }.get(module, ("embed", "heads"))  # query, key, value
-    return axes[1:] if leaf == "bias" else axes
+TABLE = {  # parts of names, of which the first counts, and what divides their axes
+    **{"ln_": (None,), "wpe": (None, "fsdp"), "wte": ("tensor", "fsdp")},
+    **{"c_proj/kernel": ("tensor", "fsdp"), "c_proj/bias": ("fsdp",)},
+    **{"kernel": ("fsdp", "tensor"), "bias": ("tensor",)},
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_are_divided_as_the_table_says(tutorial, small, shape):
-    """And the optimizer's moments as they are; all else is whole."""
-    names = "data", "fsdp", "tensor"
-    mesh = jax.sharding.AbstractMesh(shape, names)
-    config = small(n_head=8, n_embd=64)
-    state = trainkit.sharding.abstract_state(tutorial.create_state, config, mesh)
-    sizes, moments = dict(zip(names, shape)), state.opt_state[1][0]
-    params = jax.tree.leaves_with_path(state.params)
-    others = zip(*map(jax.tree.leaves, (moments.mu, moments.nu)), strict=True)
-    for (path, x), (mu, nu) in zip(params, others, strict=True):
-        name = trainkit.sharding.name_of(path)
-        axes = (AXES.get(axis) for axis in logical_axes(name))
-        expected = tuple(n // sizes.get(axis, 1) for n, axis in zip(x.shape, axes))
-        assert x.sharding.shard_shape(x.shape) == expected, name
-        assert x.sharding == mu.sharding == nu.sharding
-    assert state.step.sharding.is_fully_replicated
-    assert moments.count.sharding.is_fully_replicated
+    """And the optimizer's moments as they are; all else is whole.
 
-
-def test_what_has_another_shape_than_its_parameter_is_whole(tutorial, small):
-    """As what Adafactor keeps of a matrix: a row and a column."""
+    So is what has another shape than its parameter, as Adafactor keeps rows of a matrix.
+    """
 
     def create_state(config):
         state = tutorial.create_state(config)
         rows = jax.tree.map(lambda x: x.mean(axis=0), state.params)
-        return state._replace(opt_state=rows)
+        return state._replace(opt_state=(state.opt_state[1][0], rows))
 
-    mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
-    state = trainkit.sharding.abstract_state(create_state, small(), mesh)
-    assert not state.params["wte"]["embedding"].sharding.is_fully_replicated
-    rows = jax.tree.leaves(state.opt_state)
-    assert all(x.sharding.is_fully_replicated for x in rows)
+    mesh = jax.sharding.AbstractMesh(shape, trainkit.sharding.AXES)
+    config = small(n_head=8, n_embd=64)
+    state = trainkit.sharding.abstract_state(create_state, config, mesh)
+    moments, rows = state.opt_state
+    params = jax.tree.leaves_with_path(state.params)
+    others = zip(*map(jax.tree.leaves, (moments.mu, moments.nu)), strict=True)
+    for (path, x), (mu, nu) in zip(params, others, strict=True):
+        name = trainkit.sharding.name_of(path)
+        axes = next(axes for part, axes in TABLE.items() if part in name)
+        expected = tuple(n // mesh.shape.get(axis, 1) for n, axis in zip(x.shape, axes))
+        assert x.sharding.shard_shape(x.shape) == expected, name
+        assert x.sharding == mu.sharding == nu.sharding
+    for x in (state.step, moments.count, *jax.tree.leaves(rows)):
+        assert x.sharding.is_fully_replicated
 
 
 def batches_for(config, numbers):
@@ -113,27 +96,26 @@ def test_windows_that_are_not_those_of_the_step_are_noticed(small, numbers, mess
 def specs_of(monkeypatch):
     """A function that says how rules divide arrays of these names and shapes."""
 
-    def specs_of(rules, shapes: dict, **sizes) -> dict[str, tuple]:
+    def specs_of(rules, shapes: dict, fsdp=2, tensor=1) -> dict[str, tuple]:
         monkeypatch.setattr(trainkit.sharding, "RULES", rules)
-        return specs(shapes, **sizes)
+        arrays = {
+            name: nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
+            for name, shape in shapes.items()
+        }
+        params = nnx.State(traverse_util.unflatten_dict(arrays, sep="/"))
+        mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
+        specs = trainkit.sharding.parameter_specs(params, mesh)
+        leaves = jax.tree.leaves_with_path(specs)
+        return {trainkit.sharding.name_of(path): tuple(spec) for path, spec in leaves}
 
     return specs_of
 
 
-def specs(shapes: dict, fsdp=2, tensor=1) -> dict[str, tuple]:
-    arrays = {
-        name: nnx.Param(jax.ShapeDtypeStruct(shape, np.float32))
-        for name, shape in shapes.items()
-    }
-    params = nnx.State(traverse_util.unflatten_dict(arrays, sep="/"))
-    mesh = SimpleNamespace(shape={"data": 1, "fsdp": fsdp, "tensor": tensor})
-    specs = trainkit.sharding.parameter_specs(params, mesh)
-    leaves = jax.tree.leaves_with_path(specs)
-    return {trainkit.sharding.name_of(path): tuple(spec) for path, spec in leaves}
-
-
-def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides(specs_of):
+def test_the_first_row_that_fits_counts_or_the_largest_axis_that_divides(specs_of):
     expected = {
+        "up/first/kernel": ((2, 4), ("tensor", None)),
+        "first/kernel": ((4, 4), ("fsdp", "tensor")),
+        "first/bias": ((4,), ("tensor",)),
         "a/kernel": ((6, 8), (None, "fsdp")),
         "a/bias": ((8,), ("fsdp",)),
         "b/kernel": ((16, 8), ("fsdp", None)),
@@ -142,22 +124,12 @@ def test_what_no_row_names_is_divided_along_its_largest_axis_that_divides(specs_
         "d/w": ((3, 4, 12), (None, None, "fsdp")),
         "e/scale": ((8,), (None,)),
         "f/alpha": ((), ()),
+        "side_by_side/kernel": ((3, 8, 4), (None, "fsdp", None)),
+        "side_by_side/bias": ((3, 4), (None, "fsdp")),  # not the kernel's last axes
     }
-    found = specs_of((), {name: shape for name, (shape, _) in expected.items()}, fsdp=4)
-    assert found == {name: spec for name, (_, spec) in expected.items()}
-
-
-def test_the_first_row_that_fits_counts(specs_of):
     rules = (("up/first", ("tensor", None)), ("first", ("fsdp", "tensor")))
-    kernels = {"up/first/kernel": (2, 4), "first/kernel": (2, 4)}
-    assert specs_of(rules, kernels | {"first/bias": (4,)}) == {
-        "up/first/kernel": ("tensor", None),
-        "first/kernel": ("fsdp", "tensor"),
-        "first/bias": ("tensor",),
-    }
-    # Of layers side by side, whose biases aren't as long as a kernel's last axes
-    side_by_side = {"h/kernel": (3, 4, 6), "h/bias": (3, 6)}
-    assert specs_of((), side_by_side, fsdp=2)["h/bias"] == (None, "fsdp")
+    found = specs_of(rules, {name: shape for name, (shape, _) in expected.items()}, 4)
+    assert found == {name: spec for name, (_, spec) in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -208,15 +180,13 @@ def test_parameters_of_two_bytes_are_refused(tutorial, small):
 def test_the_gpus_of_a_node_are_neighbors_on_fsdp(monkeypatch):
     """Eight in each of four nodes, however many workers a node has."""
     monkeypatch.setattr(trainkit.sharding.jax.sharding, "Mesh", lambda grid, axes: grid)
-    gpus = [
-        SimpleNamespace(platform="gpu", device_kind="H100", id=i) for i in range(32)
-    ]
+    kind = {"platform": "gpu", "device_kind": "H100"}
+    gpus = [SimpleNamespace(id=i, **kind) for i in range(32)]
     nodes = np.arange(32).reshape(4, 8)
+    path = ROOT / "configs/gpt2-7b-gpu.yaml"
     for workers, each in ((32, 1), (4, 8)):
         changes = {"num_workers": workers, "devices_per_worker": each, "fsdp": 8}
-        config = trainkit.config.load_config(
-            ROOT / "configs/gpt2-7b-gpu.yaml", **changes
-        )
+        config = trainkit.config.load_config(path, **changes)
         grid = trainkit.sharding.make_mesh(config, gpus)[:, :, 0]
         np.testing.assert_array_equal([[gpu.id for gpu in row] for row in grid], nodes)
 

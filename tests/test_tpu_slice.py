@@ -1,7 +1,6 @@
 """A TPU v6e 4x4 slice, played by four Ray nodes whose workers simulate four chips each."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 from accidents import (
@@ -13,10 +12,9 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import ROOT
+from conftest import SLICE
 
 import trainkit.checkpoints
-import trainkit.config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simulated")]
 
@@ -36,27 +34,16 @@ def add_host(cluster, name: str, host: int, pod_type: str, topology: str):
     )
 
 
-def small_model(folder: Path, **changes):
-    """The TPU configuration with a small model, and its storage in `folder`."""
-    values = {
-        **{"vocab_size": 521, "block_size": 16, "n_layer": 1, "n_head": 2},
-        # Splash is a kernel for TPUs; test_tpu_compile compiles it.
-        **{"n_embd": 32, "compute_dtype": "float32", "attention": "xla"},
-        **{"fsdp": 4, "batch_size": 32, "learning_rate": 1e-2, "warmup_steps": 4},
-        **{"log_interval": 1, "eval_interval": 3, "eval_steps": 1},
-        **{"data_dir": str(folder / "data"), "storage_path": str(folder / "runs")},
-    }
-    path = ROOT / "configs/gpt2-124m-tpu-v6e.yaml"
-    return trainkit.config.load_config(path, **values | changes)
-
-
+# Attention is XLA's: splash is a kernel for TPUs, which test_tpu_compile compiles.
+HOSTS = SLICE | {"num_workers": None, "batch_size": 32, "fsdp": 4, "n_layer": 1}
+HOSTS |= {"eval_steps": 1, "cpus_per_worker": 1}
 ALONE = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
 
 
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param(ALONE, marks=pytest.mark.extra)], ids=["4x4", "alone"]
 )
-def test_slice_trains_and_saves(tutorial, head, write_bins, tmp_path, changes):
+def test_slice_trains_and_saves(tutorial, head, small, write_bins, changes):
     """The notebook's loop and TPU configuration, with a small model, which four chips share.
 
     Or a host by itself, as on Colab and Kaggle: no slice, no topology, a v5e-8.
@@ -67,10 +54,13 @@ def test_slice_trains_and_saves(tutorial, head, write_bins, tmp_path, changes):
         for host in range(4):
             add_host(head, "slice-0", host, "v6e-16", "4x4")
     head.wait_for_nodes()
-    config = small_model(tmp_path, max_steps=3, **changes)
+    steps = {"max_steps": 6, "eval_interval": 4, "checkpoint_interval": 1}
+    config = small(**HOSTS | steps | changes)
     write_bins(config, val_tokens=1_001)
     result = tutorial.make_trainer(config).fit()
-    assert result.error is None and result.metrics["step"] == 3
+    assert result.error is None and result.metrics["step"] == 6
+    kept = map(trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config))
+    assert [*kept] == [6, 4]  # a save that isn't evaluated is no best one
     assert_losses_of_one_process(tutorial, config)
     settings = trainkit.checkpoints.newest_settings(config)
     found = settings["num_workers"], settings["devices_per_worker"]
@@ -79,14 +69,14 @@ def test_slice_trains_and_saves(tutorial, head, write_bins, tmp_path, changes):
 
 @pytest.mark.extra
 def test_an_elastic_run_on_two_slices_shrinks_and_grows(
-    tutorial, head, write_bins, tmp_path, monkeypatch
+    tutorial, head, small, write_bins, monkeypatch
 ):
     """Two v6e 2x2 slices of one host each; one of them; two again, with the same losses."""
     slices = [add_host(head, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
     head.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
-    changes = {"num_workers": [1, 2], "max_steps": 100, "eval_interval": 10}
-    config = small_model(tmp_path, topology="2x2", learning_rate=1e-3, **changes)
+    changes = {"num_workers": [1, 2], "max_steps": 100, "topology": "2x2"}
+    config = small(**HOSTS | changes | {"learning_rate": 1e-3})
     write_bins(config, val_tokens=1_001)
     trainer = tutorial.make_trainer(config, train_loop_of(tutorial, pause=0.4))
     trainer.scaling_config = dataclasses.replace(

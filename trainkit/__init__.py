@@ -64,7 +64,6 @@ def set_up_driver() -> None:
         can_keep_token = os.access(os.path.expanduser("~"), os.W_OK)
         if not can_keep_token and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ["grpc_proxy"] = ""  # processes call one another without an HTTP proxy
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(NOISE))  # "" shows all
     for name in ("_private.authentication", "_private.runtime_env", "data._internal"):
         logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)

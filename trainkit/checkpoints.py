@@ -172,6 +172,10 @@ class Checkpointer:
         Args:
             recorded: as `newest` takes it.
             create_state: makes the state, a pytree with `params`, for a configuration.
+                The state is divided over the mesh that `workers.start_worker` has set.
+
+        Raises:
+            OtherModel, RuntimeError: as `newest` says.
         """
         config, mesh = self.config, jax.sharding.get_mesh()
         target = sharding.abstract_state(create_state, config, mesh)

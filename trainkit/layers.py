@@ -85,10 +85,7 @@ def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, cache: dict) -> ja
 
 
 def run_blocks(
-    blocks: nnx.List,
-    x: jax.Array,
-    caches: list | None = None,
-    scan: bool = False,
+    blocks: nnx.List, x: jax.Array, caches: list | None = None, scan: bool = False
 ) -> jax.Array:
     """The last block's output, [B, T, D], from the first block's input `x`.
 
@@ -96,6 +93,9 @@ def run_blocks(
     a long program, and this one stays short. `jax.checkpoint` keeps only each block's input;
     the backward pass computes the rest again, and with `fsdp` fetches the block's parameters
     again. That costs a quarter more arithmetic. To generate, with `caches`, there is no loop.
+
+    Args:
+        blocks: called as `block(x, cache)`; in training, `cache` is None.
 
     Raises:
         ValueError: with `scan`, a block isn't like the first.
@@ -113,7 +113,7 @@ def run_blocks(
 
     @jax.checkpoint
     def run_block(x, state):
-        return nnx.merge(graph, sharding.fetch_marked(state))(x), None
+        return nnx.merge(graph, sharding.fetch_marked(state))(x, None), None
 
     return jax.lax.scan(run_block, x, stacked)[0]
 

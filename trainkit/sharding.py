@@ -190,10 +190,7 @@ def global_batches(
 
 
 def mean(
-    function: Callable,
-    params: nnx.State,
-    windows: jax.Array,
-    config: TrainingConfig,
+    function: Callable, params: nnx.State, windows: jax.Array, config: TrainingConfig
 ) -> Any:
     """What `function` gives for a step's windows: a loss, or a loss and its gradients.
 

@@ -126,7 +126,6 @@ def environment(config: TrainingConfig) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": cache or f"{shared}/jax-cache",  # for restarts
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
-        "grpc_proxy": "",  # as in `set_up_driver`, for a cluster that was joined
     }
     if config.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={config.devices_per_worker}"

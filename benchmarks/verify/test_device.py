@@ -104,7 +104,7 @@ def test_step(record, tutorial, base, device, pytestconfig):
 @partial(jax.jit, static_argnames=("tutorial", "config"))
 def loss_and_gradients(params, windows, tutorial, config):
     function = jax.value_and_grad(tutorial.loss_fn)
-    return sharding.mean(function, params, windows, None, config, ())
+    return sharding.mean(function, params, windows, config)
 
 
 @pytest.mark.parametrize("dtype", FAR)
