@@ -197,13 +197,14 @@ def test_file_loads(path):
 
 WEB = "Skylion007-openwebtext"
 PART = "dataset: x/y\ntext_column: t\nmax_documents: 9"
+SHARE = "dataset: x/y\ndataset_config: de.1\nval_fraction: 0.2"
 BUILTIN = "tokenizer: builtin\ndataset: builtin"
 NAMES = [  # a file, what it says, its run, and its data: the same recipe, the same folders
     ("gpt2-124m", "loss_chunks: 2", "gpt2-124m-44136f", WEB),
     ("a", "max_steps: 7\nfsdp: 2\nscan_layers: true", "a-44136f", WEB),
     ("bücher", PART, "bucher-4aa4ec", "x-y-9-t"),
     ("Éa [1]", BUILTIN, "Ea-1-61605c", "builtin-builtin"),
-    ("a", "dataset: x/y\ndataset_config: de.1", "a-725360", "x-y-de.1"),
+    ("a", SHARE, "a-d234bf", "x-y-de.1-0.2"),
     ("书", "dataset: книги", "run-44d198", "книги"),
     ("a", "dataset: .", "a-36b18c", "text"),
     ("..x", "", "x-44136f", WEB),

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks/verify"))
 import report as reports
 
 VERIFY = ROOT / "benchmarks/verify"
-TINY = ("n_layer=1", "n_embd=32", "n_head=2", "block_size=32")
+TINY = ("n_layer=1", "n_embd=32", "n_head=2", "block_size=32", "tokenizer=gpt2")
 TINY = [argument for change in TINY for argument in ("--change", change)]
 
 
@@ -24,6 +24,7 @@ def run(folder: Path, *command) -> tuple[subprocess.CompletedProcess, dict]:
     """What a command has done, and its report in `folder`."""
     path = f"{VERIFY}:{folder.parent}"  # of the plugins that tests add
     environment = os.environ | {"VERIFY_INTO": str(folder), "PYTHONPATH": path}
+    environment["TIKTOKEN_CACHE_DIR"] = f"{folder}/empty"  # nor is there a network
     options = {"capture_output": True, "text": True, "timeout": 1200, "cwd": ROOT}
     done = subprocess.run([*map(str, command)], env=environment, **options)
     assert (folder / "report.json").exists(), done.stdout + done.stderr

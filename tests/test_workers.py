@@ -122,7 +122,7 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, jax_nam
     assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")
     remote = dataclasses.replace(config, storage_path="s3://bucket/runs")
     cache = trainkit.workers.environment(remote)["JAX_COMPILATION_CACHE_DIR"]
-    assert cache == str(tmp_path / "data/jax-cache")  # which all nodes share, too
+    assert cache == str(tmp_path / "data-jax-cache")  # which all nodes share, too
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("XLA_FLAGS", "--mine")

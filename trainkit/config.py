@@ -419,7 +419,7 @@ def default_places(path: str | Path, recipe: RecipeConfig) -> dict[str, str]:
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:6]
     stem = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem.decode())[:100].strip("-._") or "run"
-    kept = ("dataset_config", "max_documents", "text_column")
+    kept = ("dataset_config", "max_documents", "text_column", "val_fraction")
     dataset = [re.sub(r"[\W_]+", "-", recipe.dataset).strip("-") or "text"]
     dataset += [str(differs[key]) for key in kept if key in differs]
     if "tokenizer" in differs:

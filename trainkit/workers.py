@@ -118,12 +118,14 @@ def describe_split(config: TrainingConfig) -> dict[str, int | str]:
 
 def environment(config: TrainingConfig) -> dict[str, str]:
     """The environment variables that each worker starts with, before it imports JAX."""
-    shared = config.data_dir if config.remote else config.storage_path
+    kept = f"{config.storage_path}/jax-cache"  # for restarts
+    if config.remote:
+        kept = f"{config.data_dir}-jax-cache"
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # perhaps each node's own
     flags = os.environ.get("XLA_FLAGS", "")  # yours
     variables = {
         "JAX_PLATFORMS": PLATFORMS[config.platform],
-        "JAX_COMPILATION_CACHE_DIR": cache or f"{shared}/jax-cache",  # for restarts
+        "JAX_COMPILATION_CACHE_DIR": cache or kept,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
     }

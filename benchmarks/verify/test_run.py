@@ -18,7 +18,8 @@ STEPS, SAVED, KILLED, LOGGED = 40, 20, 35, 5
 ALONE = (10, 15)  # lines of the log of steps before which nothing is compiled or saved
 RECIPE = {"warmup_steps": 10, "decay_steps": STEPS, "max_steps": STEPS}
 RECIPE |= {"log_interval": LOGGED, "eval_interval": SAVED, "eval_steps": 1}
-RECIPE |= {"dataset": "builtin", "run_name": "verify", "accelerator_type": None}
+RECIPE |= {"dataset": "builtin", "tokenizer": "builtin"}  # which need no network
+RECIPE |= {"run_name": "verify", "accelerator_type": None}
 
 
 def make_config(one, count: int, folder: Path):
