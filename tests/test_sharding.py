@@ -141,6 +141,7 @@ def test_the_first_row_that_fits_counts_or_the_largest_axis_that_divides(specs_o
         (("layer", ("fsdp", None)), "no row .* of this model"),
         (("layer", ("tensor", "fsdp")), r"layer/kernel, \[4, 3\], is divided over"),
         (("layer/kernel", ("tensor", "tensor")), "over tensor, and 3 is no multiple"),
+        (("layer", ("data", "tensor")), "layer/kernel is divided over data; expected"),
     ],
 )
 def test_rows_that_cannot_be_followed_are_refused(specs_of, rule, message):

@@ -78,6 +78,11 @@ def parameter_specs(params: nnx.State, mesh: jax.sharding.Mesh):
         largest = sizes.index(max(sizes)) if len(shape) > 1 and any(sizes) else None
         default = tuple("fsdp" if i == largest else None for i in range(len(shape)))
         found[name] = next(fits, default)
+        if other := {*found[name]} - {"fsdp", "tensor", None}:
+            raise ValueError(
+                f"sharding.RULES: {name} is divided over {', '.join(other)}; expected fsdp, "
+                "tensor, or None"
+            )
         for axis, size in zip(found[name], shape):
             if axis and size % mesh.shape[axis]:
                 raise ValueError(
