@@ -28,6 +28,8 @@ from accidents import (
     world_sizes,
 )
 from ray.core.generated import autoscaler_pb2
+from ray.train.v2.jax import JaxConfig
+from ray.train.v2.jax.config import _JaxBackend
 from samples import python, without_a_cluster
 
 import trainkit.checkpoints
@@ -67,13 +69,31 @@ def loop_that_cannot_read(tutorial):
     return loop
 
 
+def backend_whose_first_start_fails(config) -> JaxConfig:
+    """JAX's, for CPUs; a worker dies while the first group connects."""
+
+    class Backend(_JaxBackend):
+        def on_start(self, workers, backend_config):
+            failed = config.run_path / "failed-start"
+            if not failed.exists():
+                failed.touch()
+                workers.execute_single(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            super().on_start(workers, backend_config)
+
+    class Config(JaxConfig):
+        backend_cls = Backend
+
+    return Config(use_gpu=True)
+
+
 @pytest.mark.slow
 def test_one_accident_after_the_other(tutorial, reference, two_nodes):
-    """A node goes away while a checkpoint is written, and another one comes in its place.
+    """A worker dies before the loop begins, and Ray leaves the others' resources taken.
 
-    Then a worker can't read the newest checkpoint, and at last the controller dies. What it
-    leaves is freed at the next launch, and nothing of yours; Ray's cleaner would do it,
-    where it finds the cluster's dashboard.
+    A node goes away while a checkpoint is written, and another one comes in its place. Then
+    a worker can't read the newest checkpoint, and at last the controller dies. What it leaves
+    is freed at the next launch, and nothing of yours; Ray's cleaner would do it, where it
+    finds the cluster's dashboard.
     """
     config = dataclasses.replace(reference, run_name="accidents", cpus_per_worker=2.0)
 
@@ -84,8 +104,9 @@ def test_one_accident_after_the_other(tutorial, reference, two_nodes):
         is_writing = any(config.run_path.glob("*tmp*"))
         return is_writing and len(saved()) >= 2 and last_step(config) < 70
 
-    loop = loop_that_cannot_read(tutorial)
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+    trainer = tutorial.make_trainer(config, loop_that_cannot_read(tutorial))
+    trainer.backend_config = backend_whose_first_start_fails(config)
+    with in_the_background(trainer.fit) as result:
         wait_for(writing, pause=0.002, what="a checkpoint that is being written")
         lose(two_nodes, *two_nodes.worker_nodes)
         two_nodes.add_node(num_cpus=3)
@@ -94,7 +115,8 @@ def test_one_accident_after_the_other(tutorial, reference, two_nodes):
         kill_controller()
         with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
             result()
-    assert world_sizes(config) == [2, 2] and (config.run_path / "not-read").exists()
+    assert world_sizes(config) == [2, 2]
+    assert all((config.run_path / x).exists() for x in ("failed-start", "not-read"))
     yours = ray.util.placement_group([{"CPU": 1}])
     result = tutorial.make_trainer(config, train_loop_of(tutorial)).fit()  # it goes on
     all_but_yours = ray.cluster_resources()["CPU"] - 1

@@ -1,14 +1,12 @@
 """Tokenizers by name: their tokens in the files, in the text, and in what is exported."""
 
 import json
-import pickle
 from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import numpy as np
 import pytest
-import tiktoken
 import tokenizers
 import transformers
 from conftest import ROOT
@@ -154,17 +152,6 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, changes, words):
     change(path, **changes)
     with pytest.raises(ValueError, match=f"(?s)^tokenizer: {path} {words}"):
         trainkit.tokenizers.load(str(path))
-
-
-def test_long_runs_of_spaces_have_tokens():
-    """For tiktoken, a million of them before a word are too many."""
-    tokenizer, theirs = trainkit.tokenizers.load("gpt2"), tiktoken.get_encoding("gpt2")
-    tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    for text in ("a" + "\n" * 10**6 + "b", " " * 2_500_000 + "b", "a " * 10**6):
-        ids = tokenizer.encode_ordinary(text)
-        assert tokenizer.decode(ids) == text
-    start = text[:900_000]
-    assert ids[:400_000] == theirs.encode_ordinary(start)[:400_000]
 
 
 def test_vocabulary_that_is_not_there_and_cannot_be_fetched(tmp_path):

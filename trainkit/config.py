@@ -224,6 +224,20 @@ class TrainingConfig(RecipeConfig, ModelConfig, MachineConfig):
         return next(n for n in parts if windows % n == 0)
 
     @property
+    def split(self) -> dict[str, int | str]:
+        """How the devices of the most workers share a batch."""
+        workers, parts = self.worker_range[1], self.micro_batches
+        mesh, windows = self.mesh_shape(workers), self.device_windows
+        return {
+            "workers": workers,
+            "devices": math.prod(mesh),
+            "mesh": " x ".join(map(str, mesh)),
+            "batch": self.batch_size,
+            "per device": windows,
+            "micro-batches": f"{parts} x {windows // parts}",
+        }
+
+    @property
     def run_path(self) -> epath.Path:
         """The run's own folder, local or remote: its log and its checkpoints."""
         return epath.Path(self.storage_path) / self.run_name

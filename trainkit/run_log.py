@@ -52,7 +52,7 @@ class RunLog:
         self.step, self.time = int(state.step), time.perf_counter()
         self.file = self.bar = self.observer = None
         if jax.process_index() == 0:
-            print(format_line(workers.describe_split(config)))
+            print(format_line(config.split))
             self.file = LogFile(config, self.step)
             self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self.bar.update(self.step)

@@ -7,10 +7,8 @@ this module, so it imports neither JAX nor Flax nor Orbax.
 
 import functools
 import hashlib
-import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,7 +19,6 @@ GPT2 = "gpt2"
 # 2,048 tokens, trained by ci/make_vocabulary.py on Python's help pages (PSF License)
 BUILTIN = "builtin"
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which end a text
-LONGEST_SPACE = 900_000  # characters; tiktoken takes no run of a million
 PROSE = "The value of a function isn't 3.14 or 2,048: it depends on HOW you call it.\n"
 SAMPLES = (  # by which tokenizers are known; with others, all would be unknown
     PROSE * 200,
@@ -31,32 +28,6 @@ SAMPLES = (  # by which tokenizers are known; with others, all would be unknown
     " one,  two,\tmany    spaces\n\n\n\r\n    def lines(): \r\n ",
     f"Words that end texts: {' '.join(ENDS)}{''.join(ENDS)}",
 )
-
-
-class Encoding(tiktoken.Encoding):
-    """An encoding of tiktoken that takes any text.
-
-    A run of spaces and line ends that is too long for tiktoken is encoded in pieces of
-    `LONGEST_SPACE` characters. All other texts have tiktoken's tokens.
-    """
-
-    def __init__(self, encoding: tiktoken.Encoding):
-        vars(self).update(vars(encoding))
-
-    def __reduce__(self):
-        return load, (self.name,)
-
-    def encode_ordinary(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        if len(text) < LONGEST_SPACE:
-            return super().encode_ordinary(text)
-        cuts = [0, len(text)]
-        for run in re.finditer(rf"(?<!\s)\s{{{LONGEST_SPACE},}}", text):
-            cuts[-1:-1] = range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE)
-        ids = []
-        for start, end in itertools.pairwise(cuts):
-            ids += super().encode_ordinary(text[start:end])
-        return ids
 
 
 class HuggingFaceTokenizer:
@@ -114,7 +85,7 @@ class HuggingFaceTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def load(name: str) -> Encoding | HuggingFaceTokenizer:
+def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
     """The tokenizer of that name; what it is made of is fetched once, unless it's there.
 
     Args:
@@ -149,10 +120,10 @@ def fits(tokenizer, vocab_size: int) -> bool:
 
 
 @functools.cache
-def open_encoding(name: str) -> Encoding:
+def open_encoding(name: str) -> tiktoken.Encoding:
     """tiktoken's encoding of that name."""
     try:
-        return Encoding(tiktoken.get_encoding(name))
+        return tiktoken.get_encoding(name)
     except OSError as error:  # as all errors of requests are
         raise ConnectionError(
             f"tokenizer: the vocabulary of {name} is not on this machine, and tiktoken can't "

@@ -6,7 +6,6 @@ import dataclasses
 import faulthandler
 import glob
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -15,7 +14,6 @@ import jax
 import ray
 import ray.data
 import ray.train
-from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup
 
 from trainkit import sharding
@@ -102,20 +100,6 @@ def check_resources(config: TrainingConfig) -> None:
         )
 
 
-def describe_split(config: TrainingConfig) -> dict[str, int | str]:
-    """How the workers that `config` asks for share a batch."""
-    mesh = config.mesh_shape(config.worker_range[1])
-    parts, windows = config.micro_batches, config.device_windows
-    return {
-        "workers": config.worker_range[1],
-        "devices": math.prod(mesh),
-        "mesh": " x ".join(map(str, mesh)),
-        "batch": config.batch_size,
-        "per device": windows,
-        "micro-batches": f"{parts} x {windows // parts}",
-    }
-
-
 def environment(config: TrainingConfig) -> dict[str, str]:
     """The environment variables that each worker starts with, before it imports JAX."""
     kept = f"{config.storage_path}/jax-cache"  # for restarts
@@ -182,33 +166,49 @@ def use_assigned_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
-# Ray 2.60's PlacementGroupCleaner asks a dashboard every second whether a run's controller
-# lives. That may be the dashboard of another cluster, started later on this machine, which
-# doesn't know the controller, and then it takes a healthy run's resources away
-# (docs/upstream.md). So it is left out of every process that imports this module, and
-# `release_placement_groups` does its work.
 with contextlib.suppress(ImportError):  # a Ray that is built in another way
     from ray.train.v2._internal.execution.callback import ControllerCallback
     from ray.train.v2.api import data_parallel_trainer
 
-    data_parallel_trainer.PlacementGroupCleanerCallback = ControllerCallback
+    class Cleaner(ControllerCallback):
+        """Frees what an earlier start of a run's workers holds, in place of Ray's cleaner.
+
+        Ray 2.60's asks a dashboard every second whether the run's controller lives. That may
+        be the dashboard of another cluster, started later on this machine, which doesn't know
+        the controller, and then it takes a healthy run's resources away. And it frees nothing
+        after a start that failed while JAX's processes connected, so the next start would
+        wait for these resources without end (docs/upstream.md).
+        """
+
+        def on_controller_start_worker_group(self, **_) -> None:
+            release_placement_groups()
+
+    data_parallel_trainer.PlacementGroupCleanerCallback = Cleaner
 
 
 def release_placement_groups() -> None:
-    """Free what workers of this process's runs still hold whose controller has died.
+    """Free what workers hold of this process or, in a driver, of controllers that have died.
 
-    Ray frees it when this process ends, and a rerun before that would wait for it. Only
-    Ray's own table, which has no public form, says which actor made a placement group.
+    Ray frees it when the driver ends, and a rerun before that would wait for it. Only Ray's
+    own table, which has no public form, says which actor made a placement group.
     """
-    job = bytes.fromhex(ray.get_runtime_context().get_job_id())
+    context = ray.get_runtime_context()
+    job, me = (
+        bytes.fromhex(name or "")
+        for name in (context.get_job_id(), context.get_actor_id())
+    )
     nobody = ray.ActorID.nil().binary()  # the driver itself
-    table = ray._private.state.state._connect_and_get_accessor()
-    for row in table.get_placement_group_table():
-        group = gcs_pb2.PlacementGroupTableData.FromString(row)
-        orphan = group.creator_actor_dead and group.creator_actor_id != nobody
-        if orphan and group.creator_job_id == job:
-            found = ray.PlacementGroupID(group.placement_group_id)
-            ray.util.remove_placement_group(PlacementGroup(found))
+    with contextlib.suppress(ImportError, AttributeError):  # as above
+        from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+
+        table = ray._private.state.state._connect_and_get_accessor()
+        for row in table.get_placement_group_table():
+            group = PlacementGroupTableData.FromString(row)
+            creator = group.creator_actor_id
+            orphan = group.creator_actor_dead and creator != nobody
+            if group.creator_job_id == job and (orphan or creator == me):
+                found = ray.PlacementGroupID(group.placement_group_id)
+                ray.util.remove_placement_group(PlacementGroup(found))
 
 
 def check_generation(config: TrainingConfig, device: jax.Device) -> None:
