@@ -33,19 +33,13 @@ def log_of(config) -> list[dict]:
 
 
 def last_step(config) -> int:
-    log = log_of(config)
-    return log[-1]["step"] if log else 0
+    return max((line["step"] for line in log_of(config)), default=0)
 
 
 def free_port() -> int:
     """A port that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
-
-
-def answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 RUNNING = []  # what `in_the_background` has started

@@ -16,8 +16,7 @@ import pytest
 from accidents import missing, wait_for
 from conftest import ROOT
 
-import trainkit.checkpoints
-import trainkit.lock
+from trainkit import checkpoints, lock
 
 HOLD = """
 import json, os, sys, time
@@ -57,15 +56,15 @@ def holder(config, *prefix: str):
 
 
 def is_free(config) -> bool:
-    with contextlib.suppress(RuntimeError), trainkit.lock.hold(config):
+    with contextlib.suppress(RuntimeError), lock.hold(config):
         return True
     return False
 
 
 def join(config, mark: str) -> None:
     """Make this process a worker of the launch of a mark, as far as its run goes."""
-    trainkit.lock.joined[str(config.run_path)] = mark
-    trainkit.lock.confirm(config)
+    lock.joined[str(config.run_path)] = mark
+    lock.confirm(config)
 
 
 @pytest.mark.parametrize("prefix", [[], ELSEWHERE], ids=["here", "elsewhere"])
@@ -78,19 +77,19 @@ def test_one_launch_at_a_time(small, prefix):
     with holder(config, *prefix) as (process, mark):
         words = f"run_name: another launch trains {config.run_path}: {mark}"
         with pytest.raises(RuntimeError, match=re.escape(words)):
-            with trainkit.lock.hold(config):
+            with lock.hold(config):
                 raise AssertionError
         join(config, mark)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        trainkit.lock.confirm(config)  # no one else has the run
+        lock.confirm(config)  # no one else has the run
         wait_for(lambda: is_free(config), 60, what="the lock of a killed driver")
     with pytest.raises(RuntimeError, match="belongs to no launch"):
-        trainkit.lock.confirm(config)  # `is_free` had it
-    with trainkit.lock.hold(config) as other:
+        lock.confirm(config)  # `is_free` had it
+    with lock.hold(config) as other:
         words = f"belongs to {other}, and this worker to {mark}"
         with pytest.raises(RuntimeError, match=re.escape(words)):
-            trainkit.lock.confirm(config)
+            lock.confirm(config)
         with holder(config, *prefix) as (process, said):
             assert "another launch trains" in said and f"process {os.getpid()}" in said
 
@@ -98,7 +97,7 @@ def test_one_launch_at_a_time(small, prefix):
 def test_a_launch_that_ends_in_this_process_frees_the_run(small):
     config = small()
     with contextlib.suppress(KeyboardInterrupt):
-        with trainkit.lock.hold(config):
+        with lock.hold(config):
             assert not is_free(config) and is_free(small(run_name="another"))
             raise KeyboardInterrupt
     assert is_free(config)
@@ -109,8 +108,8 @@ def test_a_launch_that_ends_in_this_process_frees_the_run(small):
 def test_a_path_that_is_another_folder_on_this_node(small, tmp_path):
     """Without a mark, or with that of a launch long ago."""
     config, there = small(), small(storage_path=str(tmp_path / "there"))
-    trainkit.lock.confirm(config)  # without a launch, as in a test
-    with trainkit.lock.hold(config) as mark:
+    lock.confirm(config)  # without a launch, as in a test
+    with lock.hold(config) as mark:
         join(config, mark)
         for text in (None, "", "process 7 on far, since then (0123)", mark[:-1]):
             if text is not None:
@@ -123,14 +122,14 @@ def test_a_path_that_is_another_folder_on_this_node(small, tmp_path):
 
 def test_a_worker_saves_for_its_own_launch_only(small, recorded):
     config, state = small(), {"kernel": np.ones((8, 8), np.float32)}
-    with trainkit.lock.hold(config) as mark:
+    with lock.hold(config) as mark:
         join(config, mark)
-        checkpointer = trainkit.checkpoints.Checkpointer(config)
+        checkpointer = checkpoints.Checkpointer(config)
         checkpointer.save(state, 10)
         checkpointer.wait()
-    with trainkit.lock.hold(config), pytest.raises(RuntimeError, match="this one ends"):
+    with lock.hold(config), pytest.raises(RuntimeError, match="this one ends"):
         checkpointer.save(state, 20)
-    assert trainkit.checkpoints.list_saved(config) == ["step_00000010"]
+    assert checkpoints.list_saved(config) == ["step_00000010"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
@@ -140,15 +139,15 @@ def test_a_file_system_without_locks(small, monkeypatch, number):
     def acquire(self):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(trainkit.lock.FileLock, "acquire", acquire)
+    monkeypatch.setattr(lock.FileLock, "acquire", acquire)
     config = small()
-    with trainkit.lock.hold(config) as mark:
+    with lock.hold(config) as mark:
         join(config, mark)
-        with trainkit.lock.hold(config) as other:
+        with lock.hold(config) as other:
             with pytest.raises(RuntimeError, match="this one ends"):
-                trainkit.lock.confirm(config)
+                lock.confirm(config)
             (config.run_path / "launch.txt").write_text(mark)
-        assert trainkit.lock.read_mark(config) == mark != other  # it is no one else's
+        assert lock.read_mark(config) == mark != other  # it is no one else's
 
 
 def test_storage_that_cannot_be_written(small, tmp_path):
@@ -158,4 +157,4 @@ def test_storage_that_cannot_be_written(small, tmp_path):
     (tmp_path / "runs/run/launch.lock").mkdir(parents=True)
     for config in (small(storage_path=str(file)), small()):
         with pytest.raises(OSError, match="storage_path: cannot write"):
-            trainkit.lock.hold(config).__enter__()
+            lock.hold(config).__enter__()

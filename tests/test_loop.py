@@ -13,23 +13,18 @@ import jax
 import numpy as np
 import pytest
 import ray.train
-from conftest import SLICE, read_arrays
+from conftest import read_arrays
 from notebook_module import initial_state
 from samples import shuffled_in_plain_integers, without_a_cluster
 
-import trainkit.checkpoints
-import trainkit.launch
-import trainkit.sharding
-import trainkit.workers
-from trainkit.checkpoints import read_log
+from trainkit import checkpoints, sharding, workers
 
 
 def windows_of(config, split) -> np.ndarray:
     """All windows of a file, in its order, [windows, T + 1]."""
     tokens = np.fromfile(Path(config.data_dir) / f"{split}.bin", np.uint16)
     T = config.block_size
-    last = len(tokens) - T
-    return np.stack([tokens[start : start + T + 1] for start in range(0, last, T)])
+    return np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[::T]
 
 
 @pytest.fixture
@@ -41,29 +36,21 @@ def play(tutorial, recorded, monkeypatch):
     without_a_cluster(monkeypatch)
     told, reports, known = [], [], []
 
-    def report(metrics, checkpoint, checkpoint_dir_name, **options):
-        name = checkpoint_dir_name
-        assert Path(checkpoint.path).name == name
-        if upload := options.pop("checkpoint_upload_fn", None):
-            assert upload(checkpoint, name) == checkpoint
-            mode = options.pop("checkpoint_upload_mode")
-            assert mode is ray.train.CheckpointUploadMode.ASYNC
-            assert options == {"delete_local_checkpoint_after_upload": False}
-        reports.append((name, metrics))
-        known[:] = [checkpoint]
+    def report(metrics, checkpoint, checkpoint_dir_name, **_):
+        assert Path(checkpoint.path).name == checkpoint_dir_name
+        reports.append((checkpoint_dir_name, metrics))
+        known.append(checkpoint)
 
-    monkeypatch.setattr(trainkit.workers, "watch", told.append)
+    monkeypatch.setattr(workers, "watch", told.append)
     stop = "cancel_dump_traceback_later"
     monkeypatch.setattr(faulthandler, stop, lambda: told.append("stop"))
     monkeypatch.setattr(ray.train, "report", report)
     monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
 
     def run(config):
-        ours = (x for x in known if Path(x.path).parent == config.run_path)
-        latest = next(ours, None)
-        mesh = trainkit.sharding.make_mesh(config)
+        latest, mesh = known[-1] if known else None, sharding.make_mesh(config)
         monkeypatch.setattr(ray.train, "get_checkpoint", lambda: latest)
-        monkeypatch.setattr(trainkit.workers, "start_worker", lambda _: (config, mesh))
+        monkeypatch.setattr(workers, "start_worker", lambda _: (config, mesh))
         config.run_path.mkdir(parents=True, exist_ok=True)
         told.clear(), reports.clear()
         with jax.set_mesh(mesh):
@@ -95,8 +82,8 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
     reports, told = play(odd)
     saved = [f"step_{step:08d}" for step in (4, 5, 8, 10, 11)]
     assert [name for name, _ in reports] == saved  # the last step, too
-    assert trainkit.checkpoints.list_saved(odd) == saved[::-1]
-    log = read_log(odd)
+    assert checkpoints.list_saved(odd) == saved[::-1]
+    log = checkpoints.read_log(odd)
     assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
     assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
     lines = [log[step] for step in (4, 5, 8, 10, 11)]
@@ -108,9 +95,9 @@ def test_what_is_logged_saved_and_reported(tutorial, play, odd):
     reports, told = play(longer)
     assert [name for name, _ in reports] == ["step_00000012", "step_00000014"]
     assert told == [77.0] * 3 + ["stop"]
-    log |= read_log(longer)
+    log |= checkpoints.read_log(longer)
 
-    mesh, found = trainkit.sharding.make_mesh(odd), {}
+    mesh, found = sharding.make_mesh(odd), {}
     keys = [odd.seed * 4_294_967_296 + epoch for epoch in range(2)]
     order = [shuffled_in_plain_integers(i, 33, key) for key in keys for i in range(33)]
     batches = windows_of(odd, "train")[order[:56]].reshape(14, 4, 17)
@@ -136,41 +123,5 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd):
     wild = dataclasses.replace(odd, learning_rate=1e30, run_name="wild")
     reports, told = play(wild)
     assert told == [77.0] * 3 + ["stop"]
-    assert not reports and not trainkit.checkpoints.list_saved(wild)
+    assert not reports and not checkpoints.list_saved(wild)
     assert (wild.run_path / "diverged.txt").exists()
-
-
-@pytest.mark.parametrize(
-    "changes, use, resources",
-    [
-        ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
-        ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
-        (SLICE | {"num_workers": 8}, (False, True), {"TPU": 4}),
-    ],
-)
-def test_what_the_trainer_asks_of_ray(
-    tutorial, small, monkeypatch, changes, use, resources
-):
-    """Nothing starts: what the request says."""
-    guarded = []
-    monkeypatch.setattr(trainkit.launch, "guard", lambda *given: guarded.append(given))
-    config = small(**{"num_workers": 2, "max_failures": 5} | changes)
-    tutorial.make_trainer(config)
-    ((trainer, *given),) = guarded
-    functions = ("create_state", "train_step", "eval_step")
-    assert given == [config, *(getattr(tutorial, name) for name in functions)]
-    assert trainer.train_loop_config == dataclasses.asdict(config)
-    run, kept = trainer.run_config, trainer.run_config.checkpoint_config
-    assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
-    assert run.failure_config.max_failures == 5
-    assert (kept.num_to_keep, kept.checkpoint_score_attribute) == (2, "val_loss")
-    assert kept.checkpoint_score_order == "min"
-    environment = trainkit.workers.environment(config)
-    assert run.worker_runtime_env == {"env_vars": environment}
-    asked, backend = trainer.scaling_config, trainer.backend_config
-    assert (asked.use_gpu, asked.use_tpu) == use
-    assert asked.resources_per_worker == resources
-    for name in ("num_workers", "topology", "accelerator_type"):
-        assert getattr(asked, name) == getattr(config, name)
-    # JAX is told to join the workers, also on CPUs.
-    assert (backend.use_gpu, backend.use_tpu) == (not use[1], use[1])
