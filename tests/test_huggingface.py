@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -200,63 +201,52 @@ def test_weights_that_are_others_are_refused(tutorial, small, folder, change, me
         ours(tutorial, small, folder)
 
 
-def test_a_tokenizer_that_comes_with_weights_is_the_runs(folder, tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(f"init_from: {folder}\nplatform: cpu\n")
-    load = trainkit.config.load_config
-    assert load(path).vocab_size == 1237  # none comes with them: it isn't known
-    byte_pairs(folder / "tokenizer.json", ["the value of some words"], 300)
-    with pytest.raises(ValueError, match=f"that of {folder}, .*'The value of"):
-        load(path)
-    assert load(path, tokenizer=str(folder)).tokenizer == str(folder)
-    gpt2 = trainkit.huggingface.their_tokenizer(trainkit.tokenizers.load("gpt2"))
-    gpt2.save_pretrained(folder)
-    assert load(path).tokenizer == "gpt2"
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"activation_function": "relu"}, "activation_function 'relu', expected 'gelu_new'"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06, expected 1e-05"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, expected False"),
-        ({"scale_attn_weights": False}, "scale_attn_weights False, expected True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings False, expected True"),
-        ({"n_inner": 100}, "n_inner 100, expected 3072"),
-        ({"add_cross_attention": True}, "add_cross_attention True, expected False"),
-        ({"quantization_config": {"bits": 8}}, "config {'bits': 8}, expected None"),
-        ({"model_type": "bert"}, "model_type 'bert', expected 'gpt2'"),
-        ("{", "config.json can't be read"),
-        ("3", "config.json can't be read"),
-        ('{"n_layer": "1"}', "config.json can't be read"),
-    ],
-)  # fmt: skip
-def test_other_kinds_of_gpt2_are_refused(tmp_path, change, words):
-    usual = transformers.GPT2Config().to_dict()
-    text = change if isinstance(change, str) else json.dumps(usual | change)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"init_from: .*{words}"):
-        trainkit.huggingface.published_shape(str(tmp_path))
-    with pytest.raises(ConnectionError, match="init_from: 'a b/c/d' is no folder"):
-        trainkit.huggingface.published_shape("a b/c/d")
-
-
-def test_what_a_configuration_leaves_out_is_as_in_gpt2(tmp_path):
-    """The hub's own gpt2 has none of the keys that later models brought."""
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 9}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(sizes | {"n_inner": 16}))
-    shape = trainkit.huggingface.published_shape(str(tmp_path))
-    assert shape == {"block_size": 1_024} | sizes
-
-
-def test_finetune_file_takes_its_shape_from_the_weights(folder):
+def test_shape_and_tokenizer_of_a_run_are_those_of_its_weights(folder):
     load = partial(trainkit.config.load_config, ROOT / "configs/gpt2-finetune.yaml")
     config = load(init_from=os.path.relpath(folder))
-    assert {key: getattr(config, key) for key in ODD} == ODD
+    assert {key: getattr(config, key) for key in ODD} == ODD  # no tokenizer to compare
     assert config.init_from == str(folder)  # wherever the workers run
     with pytest.raises(ValueError, match="finetune.yaml: .*'block_size': 33"):
         load(init_from=str(folder), block_size=16)
+    byte_pairs(folder / "tokenizer.json", ["the value of some words"], 300)
+    with pytest.raises(ValueError, match=f"that of {folder}, .*'The value of"):
+        load(init_from=str(folder))
+    config = load(init_from=str(folder), tokenizer=str(folder))
+    assert config.tokenizer == str(folder)
+    gpt2 = trainkit.huggingface.their_tokenizer(trainkit.tokenizers.load("gpt2"))
+    gpt2.save_pretrained(folder)
+    assert load(init_from=str(folder)).tokenizer == "gpt2"
+
+
+OTHER_KINDS = {
+    **{"activation_function": "relu", "layer_norm_epsilon": 1e-6, "n_inner": 100},
+    **{"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False},
+    **{"tie_word_embeddings": False, "add_cross_attention": True},
+    **{"quantization_config": {"bits": 8}, "model_type": "bert"},
+}
+
+
+def shape_of(folder: Path, settings: str) -> dict[str, int]:
+    (folder / "config.json").write_text(settings)
+    return trainkit.huggingface.published_shape(str(folder))
+
+
+def test_other_kinds_of_gpt2_are_refused(tmp_path):
+    usual = transformers.GPT2Config().to_dict()
+    for key, value in OTHER_KINDS.items():
+        words = re.escape(f" has {key} {value!r}, expected ")
+        with pytest.raises(ValueError, match=f"init_from: .*{words}"):
+            shape_of(tmp_path, json.dumps(usual | {key: value}))
+            pytest.fail(f"{key} {value} is taken")
+    for damaged in ("{", "3", '{"n_layer": "1"}'):
+        with pytest.raises(ValueError, match="init_from: .*config.json can't be read"):
+            shape_of(tmp_path, damaged)
+    with pytest.raises(ConnectionError, match="init_from: 'a b/c/d' is no folder"):
+        trainkit.huggingface.published_shape("a b/c/d")
+    # What the hub's own gpt2 leaves out, the keys that later models brought, is as usual.
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 9}
+    found = shape_of(tmp_path, json.dumps(sizes | {"n_inner": 16}))
+    assert found == {"block_size": 1_024} | sizes
 
 
 def test_a_checkpoint_of_gpus_answers_on_a_cpu(tutorial, small, tmp_path):

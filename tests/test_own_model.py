@@ -48,9 +48,10 @@ PROGRAM = """
 import json, sys
 sys.path[:0] = ["ci", "examples", "tests"]
 import jax, llama, numpy as np
+from conftest import small_config
 from notebook_module import initial_state, load_notebook
 from samples import windows_for
-import trainkit.config, trainkit.sharding
+import trainkit.sharding
 
 tutorial = load_notebook()
 tutorial.create_model, tutorial.loss_fn = llama.create_model, llama.loss_fn
@@ -58,11 +59,8 @@ trainkit.sharding.RULES = (
     ("qkv|gate|up", ("fsdp", "tensor")), ("out|down", ("tensor", "fsdp")))
 
 def run(n, **changes):
-    config = trainkit.config.TrainingConfig(
-        vocab_size=521, block_size=16, n_layer=3, n_head=2, n_embd=32, batch_size=8,
-        compute_dtype="float32", device_batch_size=1, warmup_steps=2, decay_steps=30,
-        learning_rate=1e-2, min_learning_rate=1e-3, platform="cpu", devices_per_worker=n,
-        **changes)
+    changes |= {"n_layer": 3, "batch_size": 8, "device_batch_size": 1}
+    config = small_config("build", devices_per_worker=n, **changes)
     mesh = trainkit.sharding.make_mesh(config, jax.devices()[:n])
     with jax.set_mesh(mesh):
         state, losses = initial_state(tutorial, config, mesh), []

@@ -16,11 +16,6 @@ HloModule jit_step, is_scheduled=true
   ROOT %add.1 = f32[256,1024]{1,0} add(%p.0, %p.1)
 }
 
-%fused_transpose (p.2: bf16[1024,1024]) -> bf16[1024,1024] {
-  %p.2 = bf16[1024,1024]{1,0} parameter(0)
-  ROOT %transpose.1 = bf16[1024,1024]{1,0} transpose(%p.2), dimensions={1,0}
-}
-
 %body (state: (s32[], f32[256,1024])) -> (s32[], f32[256,1024]) {
   %state = (s32[], f32[256,1024]{1,0}) parameter(0)
   %step = s32[] get-tuple-element(%state), index=0
@@ -39,7 +34,7 @@ ENTRY %main (a: bf16[1024,1024], b: f32[256,1024]) -> bf16[1024,1024] {
 backend_config={"known_trip_count":{"n":"5"}}
   %scattered = f32[64,8]{1,0} scatter(%b, %zero, %b), to_apply=%region
   %attend = bf16[1024,1024]{1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax"
-  ROOT %turned = bf16[1024,1024]{1,0} fusion(%a), kind=kLoop, calls=%fused_transpose
+  ROOT %turned = bf16[1024,1024]{1,0} transpose(%a), dimensions={1,0}
 }
 """
 MIB = 2**20

@@ -6,24 +6,20 @@ import pytest
 import tiktoken
 import torch
 import transformers
-from flax import nnx
-from samples import add_from_guide, loss_of, random_tokens, run, windows_for
+from samples import add_from_guide, run, windows_for
 
 import trainkit.huggingface
 import trainkit.sharding
 
 
 def test_the_line_of_the_first_program(tutorial):
-    """Gradient descent in NumPy, from [0, 0], a batch at a time; the last is shorter."""
-    x = np.random.default_rng(0).uniform(-1, 1, 150)
-    expected = found = np.zeros(2)
-    for batch in x[:64], x[64:128], x[128:]:
-        y = 3 * batch + 1
-        missing = expected[0] * batch + expected[1] - y
-        slope, intercept = (2 * missing * batch).mean(), 2 * missing.mean()
-        expected = expected - 0.3 * np.array([slope, intercept])
-        found = tutorial.descend(found, batch, y)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    """A step of gradient descent in NumPy, for a line that isn't the right one yet."""
+    x, line = np.random.default_rng(0).uniform(-1, 1, 64), np.array([0.5, -1.0])
+    missing = line[0] * x + line[1] - (3 * x + 1)
+    expected = line - 0.3 * np.array([(2 * missing * x).mean(), 2 * missing.mean()])
+    np.testing.assert_allclose(
+        tutorial.descend(line, x, 3 * x + 1), expected, rtol=1e-5
+    )
 
 
 def test_windows_of_a_stream(tutorial, small):
@@ -56,7 +52,7 @@ def test_learning_rate_is_nanogpts(tutorial, small):
 
 
 def test_twenty_steps_equal_pytorch(tutorial, small):
-    """Same weights, same batches; AdamW with nanoGPT's groups, clipping, and schedule."""
+    """Same weights, same batches; evaluation, AdamW with its groups, clipping, schedule."""
     config = small(weight_decay=1.0, grad_clip=0.5)
     state = tutorial.create_state(config)
     tensors = trainkit.huggingface.to_tensors(config, state.params)
@@ -70,8 +66,11 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         betas=(config.beta1, config.beta2),
     )
     schedule = tutorial.learning_rate_schedule(config)
-    tutorial.train_step.clear_cache()
+    programs = tutorial.train_step, tutorial.eval_step
+    for program in programs:
+        program.clear_cache()
     for step, windows in enumerate(windows_for(config, 20)):
+        evaluated = tutorial.eval_step(state.params, windows, config)
         state, metrics = tutorial.train_step(state, windows, config)
         tokens = torch.tensor(windows.astype(np.int64))
         logits = peer(tokens[:, :-1]).logits
@@ -84,11 +83,12 @@ def test_twenty_steps_equal_pytorch(tutorial, small):
         for group in optimizer.param_groups:
             group["lr"] = float(schedule(step))
         optimizer.step()
-        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-4), step
+        for found in evaluated, metrics["loss"]:
+            assert float(found) == pytest.approx(loss.item(), abs=1e-4), step
         assert float(metrics["grad_norm"]) == pytest.approx(norm.item(), rel=1e-3), step
         rate = float(metrics["learning_rate"])
         assert rate == pytest.approx(float(schedule(step)), rel=1e-6), step
-    assert tutorial.train_step._cache_size() == 1  # compiled once
+    assert [program._cache_size() for program in programs] == [1, 1]  # compiled once
     assert loss.item() < 5.5  # from 6.26: the comparison covered real learning
     theirs = dict(peer.transformer.named_parameters())
     for name, array in trainkit.huggingface.to_tensors(config, state.params).items():
@@ -118,23 +118,9 @@ def test_accumulation_costs_one_buffer(tutorial, small):
     def temporary(k):
         config = small(batch_size=4 * k, device_batch_size=4)
         state = jax.eval_shape(lambda: tutorial.create_state(config))
-        shape = (config.batch_size, config.block_size + 1)
-        windows = jax.ShapeDtypeStruct(shape, np.uint16)
+        (windows,) = windows_for(config, 1)
         compiled = tutorial.train_step.lower(state, windows, config).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     n_params = trainkit.sharding.count_parameters(tutorial.create_model, small())
     assert temporary(8) - temporary(2) < 4 * n_params / 10  # in bytes
-
-
-def test_evaluation_is_the_mean_of_two_parts(tutorial, small):
-    config = small(n_layer=1, device_batch_size=2)
-    model = tutorial.create_model(config)
-    params = nnx.state(model, nnx.Param)
-    batches = random_tokens(config, (3, 4, 17)).astype(np.uint16)
-    tutorial.eval_step.clear_cache()
-    found = [tutorial.eval_step(params, each, config) for each in batches]
-    assert found[0].dtype == np.float32
-    losses = [loss_of(tutorial, model, each) for each in batches]
-    assert np.array(found) == pytest.approx(losses, abs=1e-5)
-    assert tutorial.eval_step._cache_size() == 1  # compiled once
