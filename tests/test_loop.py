@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 import ray.train
-from conftest import read_arrays
+from conftest import SLICE, read_arrays
 from notebook_module import initial_state
 from samples import shuffled_in_plain_integers, without_a_cluster
 
-from trainkit import checkpoints, sharding, workers
+from trainkit import checkpoints, launch, sharding, workers
 
 
 def windows_of(config, split) -> np.ndarray:
@@ -125,3 +125,39 @@ def test_a_run_that_diverges_stops_and_saves_nothing_bad(play, odd):
     assert told == [77.0] * 3 + ["stop"]
     assert not reports and not checkpoints.list_saved(wild)
     assert (wild.run_path / "diverged.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, use, resources",
+    [
+        ({"cpus_per_worker": 2.5}, (False, False), {"CPU": 2.5}),
+        ({"platform": "gpu"}, (True, False), {"CPU": 0.5, "GPU": 1}),
+        (SLICE | {"num_workers": 8}, (False, True), {"TPU": 4}),
+    ],
+)
+def test_what_the_trainer_asks_of_ray(
+    tutorial, small, monkeypatch, changes, use, resources
+):
+    """Nothing starts: what the request says."""
+    guarded = []
+    monkeypatch.setattr(launch, "guard", lambda *given: guarded.append(given))
+    config = small(**{"num_workers": 2, "max_failures": 5} | changes)
+    tutorial.make_trainer(config)
+    ((trainer, *given),) = guarded
+    functions = ("create_state", "train_step", "eval_step")
+    assert given == [config, *(getattr(tutorial, name) for name in functions)]
+    assert trainer.train_loop_config == dataclasses.asdict(config)
+    run, kept = trainer.run_config, trainer.run_config.checkpoint_config
+    assert (run.name, run.storage_path) == (config.run_name, config.storage_path)
+    assert run.failure_config.max_failures == 5
+    assert (kept.num_to_keep, kept.checkpoint_score_attribute) == (2, "val_loss")
+    assert kept.checkpoint_score_order == "min"
+    environment = workers.environment(config)
+    assert run.worker_runtime_env == {"env_vars": environment}
+    asked, backend = trainer.scaling_config, trainer.backend_config
+    assert (asked.use_gpu, asked.use_tpu) == use
+    assert asked.resources_per_worker == resources
+    for name in ("num_workers", "topology", "accelerator_type"):
+        assert getattr(asked, name) == getattr(config, name)
+    # JAX is told to join the workers, also on CPUs.
+    assert (backend.use_gpu, backend.use_tpu) == (not use[1], use[1])

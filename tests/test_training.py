@@ -53,7 +53,7 @@ def test_learning_rate_is_nanogpts(tutorial, small):
 
 def test_twenty_steps_equal_pytorch(tutorial, small):
     """Same weights, same batches; evaluation, AdamW with its groups, clipping, schedule."""
-    config = small(weight_decay=1.0, grad_clip=0.5)
+    config = small(weight_decay=1.0, grad_clip=0.5, device_batch_size=2)
     state = tutorial.create_state(config)
     tensors = trainkit.huggingface.to_tensors(config, state.params)
     shape = trainkit.huggingface.their_config(config)

@@ -181,6 +181,7 @@ with contextlib.suppress(ImportError):  # a Ray that is built in another way
         """
 
         def on_controller_start_worker_group(self, **_) -> None:
+            """Ray calls this in the controller, before each start."""
             release_placement_groups()
 
     data_parallel_trainer.PlacementGroupCleanerCallback = Cleaner
