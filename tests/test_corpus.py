@@ -236,6 +236,13 @@ def test_what_the_hub_lacks(small, tmp_path, name, texts, column, words):
         corpus.load(config)
 
 
+def test_no_seed_changes_the_split(small):
+    """Of the first documents, whatever the seed; test_builtin_text has the division."""
+    few = {"max_documents": 9, "val_fraction": 0.3}
+    parts, again = (parts_of(small(seed=seed, **few)) for seed in (1, 2))
+    assert parts == again and [len(part) for part in parts.values()] == [6, 3]
+
+
 # Writing, and what is there already.
 
 
@@ -311,9 +318,6 @@ def test_what_ends_the_writing_is_said_and_leaves_nothing(gpt2, error, kind, wor
     assert not [*Path(config.data_dir).parent.glob("data*")]
 
 
-CHANGES = (str.upper, lambda text: text[:900], lambda text: text.replace("to be", "2b"))
-
-
 def test_tokens_of_a_text_that_was_edited_are_refused(gpt2, tmp_path, capsys):
     """In place, with the same length; a copy is the same text, and tokens outlive it.
 
@@ -324,9 +328,11 @@ def test_tokens_of_a_text_that_was_edited_are_refused(gpt2, tmp_path, capsys):
     config = gpt2(dataset=f"file://{tmp_path}/*.txt")
     manifest = write(config, rows)
 
+    cuts = (lambda text: text[:900], lambda text: text.replace("to be", "2b"))
+
     def assert_known() -> None:
         assert corpus.existing(config, tokenize) == manifest
-        for change in CHANGES:
+        for change in (str.upper, *cuts):
 
             def changed(rows, config, change=change) -> dict:
                 return tokenize(rows | {"text": [*map(change, rows["text"])]}, config)

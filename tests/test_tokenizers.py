@@ -79,17 +79,6 @@ def test_a_tokenizer_from_text_to_text(tutorial, tmp_path, monkeypatch, size, en
         load(vocab_size=289)
 
 
-def test_end_of_text_is_what_its_settings_say(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    theirs = byte_pairs(path, TEXTS)
-    theirs.add_tokens(["[END]"])
-    theirs.save(str(path))
-    before = trainkit.tokenizers.identity(str(path))
-    change(path, end={"content": "[END]"})
-    assert trainkit.tokenizers.load(str(path)).eot_token == theirs.token_to_id("[END]")
-    assert trainkit.tokenizers.identity(str(path)) != before  # of the same tokens
-
-
 def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
     """As `snapshot_download` brings it, which can't be run here; or what was looked for."""
     words = "is no tokenizer.json on this node.*cl100k_base.*no model of the Hugging"
@@ -120,7 +109,8 @@ def test_a_tokenizer_only_tokenizes(tmp_path):
     more.enable_padding(length=4_000)
     frame = {"single": f"$A {END}", "pair": "$A $B", "special_tokens": [(END, 0)]}
     more.post_processor = tokenizers.processors.TemplateProcessing(**frame)
-    more.add_tokens([tokenizers.AddedToken("of", lstrip=True, rstrip=True)])
+    spaced = tokenizers.AddedToken("of", lstrip=True, rstrip=True)
+    more.add_tokens([spaced, "[END]"])
     more.save(str(path))
     for name in (tmp_path, path):  # a folder, or a file
         found = trainkit.tokenizers.load(str(name))
@@ -129,6 +119,12 @@ def test_a_tokenizer_only_tokenizes(tmp_path):
             assert ids == theirs.encode(text).ids and found.eot_token == 0
             assert found.decode(ids) == text and 0 not in ids
             assert found.decode([*ids, 0]) == text + END
+    before = trainkit.tokenizers.identity(str(path))
+    change(
+        path, end={"content": "[END]"}
+    )  # the settings name the token that ends a text
+    assert trainkit.tokenizers.load(str(path)).eot_token == more.token_to_id("[END]")
+    assert trainkit.tokenizers.identity(str(path)) != before  # of the same tokens
 
 
 WORD = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
