@@ -5,11 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax.extend.core
 import numpy as np
@@ -49,10 +47,9 @@ def equations(jaxpr, name: str) -> list[dict]:
     return found
 
 
-def loss_of(tutorial, model, windows, config=None) -> float:
+def loss_of(tutorial, model, windows) -> float:
     """The loss of a model."""
-    params, config = nnx.state(model, nnx.Param), config or model.config
-    return float(tutorial.loss_fn(params, windows, config))
+    return float(tutorial.loss_fn(nnx.state(model, nnx.Param), windows, model.config))
 
 
 def imports_of(tree: ast.AST) -> set[str]:
@@ -112,11 +109,12 @@ def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Toke
     return tokenizers.Tokenizer.from_file(str(path))
 
 
-class Blocks(NamedTuple):
+class Blocks:
     """As much of a `ray.data.Dataset` as a cluster isn't needed for."""
 
-    blocks: list[dict]
-    context: SimpleNamespace
+    def __init__(self, blocks: Iterable[dict], context: SimpleNamespace | None = None):
+        self.blocks = blocks
+        self.context = context or SimpleNamespace(execution_options=SimpleNamespace())
 
     def map_batches(self, function, batch_size, num_cpus=1):
         made = []
@@ -126,44 +124,40 @@ class Blocks(NamedTuple):
                 if isinstance(x, pa.Table):
                     x = {k: np.array(values) for k, values in x.to_pydict().items()}
                 made.append(x)
-        return self._replace(blocks=made)
+        return Blocks(made, self.context)
 
     def limit(self, rows: int):
         made = []
         for block in self.blocks:
             made.append({name: column[:rows] for name, column in block.items()})
             rows -= len(made[-1]["split"])
-        return self._replace(blocks=made)
+        return Blocks(made, self.context)
 
     def iter_batches(self, batch_size, prefetch_batches=1) -> Iterator[dict]:
         assert self.context.execution_options.preserve_order
         for block in self.blocks:
-            if batch_size is None:
-                yield block
-                continue
-            assert batch_size == 1
-            for i in range(len(block["indices"])):
-                yield {name: column[i : i + 1] for name, column in block.items()}
+            rows = len(next(iter(block.values())))
+            for i in range(0, rows, size := batch_size or max(rows, 1)):
+                yield {name: column[i : i + size] for name, column in block.items()}
 
 
 def without_a_cluster(monkeypatch) -> None:
     """Let datasets be read in this process."""
-    context = SimpleNamespace(execution_options=SimpleNamespace())
-    for name in ("ray.put", "ray.get"):
-        monkeypatch.setattr(name, lambda value: value)
 
-    def dataset(column: str, parts: list[np.ndarray]) -> Blocks:
-        return Blocks([{column: part} for part in parts], context)
+    def dataset(parts: list[np.ndarray], column="data") -> Blocks:
+        return Blocks([{column: part} for part in parts])
+
+    def items(rows, override_num_blocks: int, column="item") -> Blocks:
+        return dataset(np.array_split(rows, override_num_blocks), column)
 
     def count(n: int, override_num_blocks: int) -> Blocks:
-        return dataset("id", np.array_split(range(n), override_num_blocks))
+        return items(range(n), override_num_blocks, "id")
 
-    def items(rows: list, override_num_blocks: int) -> Blocks:
-        return dataset("item", np.array_split(rows, override_num_blocks))
-
-    monkeypatch.setattr("ray.data.from_numpy", partial(dataset, "data"))
-    monkeypatch.setattr("ray.data.range", count)
-    monkeypatch.setattr("ray.data.from_items", items)
+    for name in ("put", "get"):
+        monkeypatch.setattr(f"ray.{name}", lambda value: value)
+    for name, function in (("range", count), ("from_items", items)):
+        monkeypatch.setattr(f"ray.data.{name}", function)
+    monkeypatch.setattr("ray.data.from_numpy", dataset)
 
 
 def run_from_guide(words: str, names: dict) -> dict:

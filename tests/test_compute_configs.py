@@ -1,12 +1,13 @@
 """The machine descriptions in configs/compute: form, and agreement with configs/."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import yaml
 from conftest import ROOT
 
-import trainkit.config
+from trainkit.config import load_config
 
 RAY = re.search(r"^ray\[.*==(.*)$", (ROOT / "requirements-gpu.txt").read_text(), re.M)
 
@@ -22,57 +23,45 @@ ANYSCALE = {"aws.yaml": r"[a-z]\w*\.\w+", "gce.yaml": r"[a-z]\w*-\w+(-\w+)*"}
 def test_anyscale(name, instance):
     """The user-facing ComputeConfig, whose head runs no work."""
     config = read(name)
+    head, (group,) = config["head_node"], config["worker_nodes"]
     assert config.keys() <= {"head_node", "worker_nodes", "enable_cross_zone_scaling"}
-    head, groups = config["head_node"], config["worker_nodes"]
-    assert head.keys() == {"instance_type", "resources"}
-    assert head["resources"] == {"CPU": 0} and groups
-    for group in groups:
-        assert group.keys() <= {"name", "instance_type", "min_nodes", "max_nodes"}
-        assert group["max_nodes"] >= group.get("min_nodes", 1) > 0
-    for node in (head, *groups):
-        assert re.fullmatch(instance, node["instance_type"])
+    assert head == {"instance_type": head["instance_type"], "resources": {"CPU": 0}}
+    assert group.keys() == {"instance_type", "min_nodes", "max_nodes"}
+    assert group["max_nodes"] >= group["min_nodes"] > 0
+    assert all(re.fullmatch(instance, x["instance_type"]) for x in (head, group))
 
 
-def groups_of(name: str) -> list[dict]:
-    cluster = read(name)
-    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
-    assert cluster["spec"]["rayVersion"] == RAY[1]
-    head = cluster["spec"]["headGroupSpec"]
-    groups = cluster["spec"]["workerGroupSpecs"]
-    for group in [head, *groups]:
+def groups_of(name: str) -> Iterator[tuple[dict, dict, dict]]:
+    """Each group of workers, its pod, and what a container of that may use."""
+    spec = read(name)["spec"]
+    assert spec["rayVersion"] == RAY[1]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         assert group["rayStartParams"] == {}  # required, even if empty
-        assert container["resources"]["limits"] == container["resources"]["requests"]
+        resources = container["resources"]
+        assert resources["limits"] == resources["requests"]
         # Every node sees the storage that load_config looks for.
-        (mount,) = container["volumeMounts"]
-        assert mount["mountPath"] == "/mnt/cluster_storage"
-        assert mount["name"] in [volume["name"] for volume in pod["volumes"]]
-    for group in groups:
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    return groups
+        (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+        assert mount == {"name": volume["name"], "mountPath": "/mnt/cluster_storage"}
+        if group is not spec["headGroupSpec"]:
+            assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+            yield group, pod, resources["limits"]
 
 
-def limits(group: dict) -> dict:
-    return group["template"]["spec"]["containers"][0]["resources"]["limits"]
-
-
-def test_kuberay_tpu_slice_is_the_one_that_the_configuration_asks_for():
-    config = trainkit.config.load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
-    (group,) = groups_of("kuberay-tpu-v6e.yaml")
-    selector = group["template"]["spec"]["nodeSelector"]
-    assert selector["cloud.google.com/gke-tpu-topology"] == config.topology
-    assert selector["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
+def test_kuberay_nodes_are_those_that_the_configurations_ask_for():
+    """A TPU slice; and nodes of eight GPUs, with others beside them for tokenizing."""
+    config = load_config(ROOT / "configs/gpt2-124m-tpu-v6e.yaml")
+    ((group, pod, limits),) = groups_of("kuberay-tpu-v6e.yaml")
+    selector, google = pod["nodeSelector"], "cloud.google.com/gke-tpu"
+    assert selector[f"{google}-topology"] == config.topology
+    assert selector[f"{google}-accelerator"] == "tpu-v6e-slice"
     assert config.accelerator_type == "TPU-V6E"
-    chips = int(limits(group)["google.com/tpu"])
     assert group["numOfHosts"] == config.worker_range[0]
-    assert chips == config.devices_per_worker == config.chips // group["numOfHosts"]
-
-
-def test_kuberay_gpu_nodes_stand_beside_cpu_nodes():
-    gpu, cpu = groups_of("kuberay-gpu.yaml")
-    assert limits(gpu)["nvidia.com/gpu"] == "8"
-    assert "nvidia.com/gpu" not in limits(cpu) and cpu["maxReplicas"] > 0
+    assert limits["google.com/tpu"] == str(config.devices_per_worker)
+    (_, _, gpu), (group, _, cpu) = groups_of("kuberay-gpu.yaml")
+    assert gpu["nvidia.com/gpu"] == "8"
+    assert "nvidia.com/gpu" not in cpu and group["maxReplicas"] > 0
 
 
 def test_template_runs_on_an_image_with_this_ray():

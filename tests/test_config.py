@@ -16,8 +16,6 @@ import trainkit.config
 from trainkit.config import TrainingConfig, load_config
 
 SMOKE = ROOT / "configs/smoke.yaml"
-# gpt2-finetune starts from weights on the hub; test_huggingface loads it with local ones.
-FILES = sorted(p for p in (ROOT / "configs").glob("*.yaml") if "finetune" not in p.name)
 NANOGPT = {  # config/train_gpt2.py and train.py of nanoGPT; 5 x 8 x 12 windows a step
     **{"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024},
     **{"vocab_size": 50_257, "batch_size": 5 * 8 * 12},
@@ -25,13 +23,6 @@ NANOGPT = {  # config/train_gpt2.py and train.py of nanoGPT; 5 x 8 x 12 windows 
     **{"decay_steps": 600_000, "max_steps": 600_000, "weight_decay": 1e-1},
     **{"beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "seed": 1337},
     **{"eval_interval": 1000, "val_fraction": 0.0005},
-}
-OURS = {  # nothing is divided, skipped, or taken by surprise; the rest as the guide says
-    **{"devices_per_worker": 1, "fsdp": 1, "tensor_parallel": 1, "loss_chunks": 1},
-    **dict.fromkeys(("scan_layers", "autoscaling", "accept_changed_program"), False),
-    **{"cpus_per_worker": 1.0, "max_documents": None, "num_workers": None},
-    **{"device_batch_size": 32, "stall_timeout_s": 1_800.0, "max_failures": 3},
-    **{"log_interval": 100},
 }
 GPU = {"platform": "gpu", "attention": "cudnn", "compute_dtype": "bfloat16"}
 TPU = {"platform": "tpu", "attention": "splash", "num_workers": 1}
@@ -41,7 +32,7 @@ V6E = SLICE | {"num_workers": None, "batch_size": 32}
 
 def test_defaults_are_nanogpts():
     defaults = dataclasses.asdict(TrainingConfig())
-    assert defaults | NANOGPT | OURS == defaults
+    assert defaults | NANOGPT == defaults and not defaults["accept_changed_program"]
     assert defaults["eval_steps"] * defaults["batch_size"] < 4_434_897 // 1_024
 
 
@@ -68,6 +59,7 @@ LIMITS = [  # key, values at its limits that are allowed, and those that aren't
     ("storage_path", [], ["s3://b/a b", "s3://b/é", "s3://b/%20", "gs://b/#"]),
     ("storage_path", [], ["s3://b/../x", "s3://b/.", "s3://b//a"]),
     ("data_dir", ["/d"], ["", "s3://b/data", 3, None]),
+    ("dataset", ["a"], [""]),
     ("topology", [None], ["4x", "four", "4", "0x4"]),
 ]
 
@@ -107,7 +99,6 @@ MISTAKES = [  # what is set beside the smoke run's values, and what the error sa
     # Elastic ranges, of which Ray may start any number.
     ({"num_workers": [4, 2]}, "num_workers ((4, 2)): |[2, 4]"),
     ({"num_workers": [1, 3], "batch_size": 8}, "num_workers ((1, 3)): |(8)|; 1, 2 do"),
-    ({"num_workers": [5, 6]}, "batch_size (4): |5 devices; 5 would do"),
     # TPU slices: one of more than eight chips has four in each host.
     ({"topology": "4x4"}, "platform (cpu): expected tpu|topology (4x4)"),
     ({"accelerator_type": "TPU-V6E"}, "platform (cpu): expected tpu|(TPU-V6E)"),
@@ -164,9 +155,8 @@ def test_machines_that_are_allowed(changes, workers, mesh):
 
 def test_tokens_and_rows_of_a_vocabulary():
     """50,304 as in nanoGPT's model."""
-    small, large = (1, 128, "uint16"), (65_536, 65_536, "uint16")
-    beyond = (65_537, 65_664, "uint32")
-    for vocab_size, rows, dtype in (small, (50_257, 50_304, "uint16"), large, beyond):
+    two_bytes = [(50_257, 50_304, "uint16"), (65_536, 65_536, "uint16")]
+    for vocab_size, rows, dtype in (*two_bytes, (65_537, 65_664, "uint32")):
         shape = trainkit.config.ShapeConfig(vocab_size=vocab_size)
         assert (shape.padded_vocab_size, shape.token_dtype) == (rows, dtype)
 
@@ -190,9 +180,17 @@ def test_batch_follows_the_devices(name, changes, devices, parts, windows):
     assert config.device_windows * math.prod(mesh[:2]) == config.batch_size
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_file_loads(path):
-    assert re.fullmatch(rf"{path.stem}-[0-9a-f]{{6}}", load_config(path).run_name)
+def test_files_load():
+    """And stories are the same on GPUs and TPUs."""
+    found = {}
+    for path in (ROOT / "configs").glob("*.yaml"):
+        if path.stem != "gpt2-finetune":  # which test_huggingface loads, with weights
+            found[path.stem] = config = load_config(path)
+            assert re.fullmatch(rf"{path.stem}-[0-9a-f]{{6}}", config.run_name)
+    one, other = found["stories"], found["stories-tpu-v6e"]
+    recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
+    same = [getattr(one, key) == getattr(other, key) for key in (*recipe, "max_steps")]
+    assert all(same) and one.max_steps == one.decay_steps
 
 
 WEB = "Skylion007-openwebtext"
@@ -224,15 +222,16 @@ def test_names_of_a_run_and_its_data(tmp_path, monkeypatch, stem, text, run, dat
 
 def test_another_copy_of_the_folder_continues_the_run(tmp_path, monkeypatch):
     """As a job has, whose folder is a new one each time; what is beside it moves along."""
-    found, builtin = [], ROOT / "trainkit/builtin_tokenizer.json"
+    names = set()
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        shutil.copy(builtin, folder / "tokens.json")
-        (folder / "books.yaml").write_text("tokenizer: tokens.json")
         monkeypatch.chdir(folder)
-        found.append(load_config("books.yaml"))
-        assert found[-1].tokenizer == str(folder / "tokens.json")
-    assert len({config.run_name for config in found}) == 1
+        shutil.copy(ROOT / "trainkit/builtin_tokenizer.json", "tokens.json")
+        Path("books.yaml").write_text("tokenizer: tokens.json")
+        config = load_config("books.yaml")
+        assert config.tokenizer == str(folder / "tokens.json")
+        names.add(config.run_name)
+    assert len(names) == 1
 
 
 PLACES = [  # a key, its value, and where that is, from a folder that workers don't share
@@ -275,8 +274,7 @@ FILES_OF_OTHERS = [
     ("- 1\n- 2\n", "expected `key: value` lines, found [1, 2]"),
     ("1: 2\n", "1 (2): no such key"),
     ("learning_rate: 1e-3\n", "learning_rate ('1e-3'): |; YAML takes 1.0e-3 for one"),
-    ("dataset: ''\n", "dataset (''): String should have at least 1 character"),
-    (b"seed: \xff\xfe\n", "position 6"),
+    ("seed: \udcff\n", "position 6"),  # which is no UTF-8
     ("run_name: !!python/object/apply:os.system ['touch proof']\n", "line 1"),
 ]
 
@@ -285,17 +283,9 @@ FILES_OF_OTHERS = [
 def test_files_that_cannot_be_read(tmp_path, monkeypatch, text, words):
     """They are data and no programs."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    Path("mine.yaml").write_bytes(os.fsencode(text))
     with pytest.raises((ValueError, yaml.YAMLError)) as error:
         load_config("mine.yaml")
     said = str(error.value)
     assert all(word in said for word in ("mine.yaml", *words.split("|"))), said
     assert [*map(str, Path().iterdir())] == ["mine.yaml"]
-
-
-def test_stories_are_the_same_on_gpus_and_tpus():
-    paths = [ROOT / f"configs/stories{end}.yaml" for end in ("", "-tpu-v6e")]
-    one, other = (dataclasses.asdict(load_config(path)) for path in paths)
-    recipe = {field.name for field in dataclasses.fields(trainkit.config.RecipeConfig)}
-    assert all(one[key] == other[key] for key in (*recipe, "max_steps"))
-    assert one["max_steps"] == one["decay_steps"]
