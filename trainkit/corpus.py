@@ -495,5 +495,7 @@ def is_val(place: int, fraction: float) -> bool:
 
     These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
     """
-    before, after = (round(n * fraction, 9) for n in (place, place + 1))  # 0.28 x 25 > 7
+    before, after = (
+        round(n * fraction, 9) for n in (place, place + 1)
+    )  # 0.28 x 25 > 7
     return math.ceil(after) > math.ceil(before)
