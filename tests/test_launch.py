@@ -186,6 +186,13 @@ def launch(small, write_bins, here):
     return launch
 
 
+def test_a_run_that_has_saved_nothing_may_change(small, write_bins, here, capsys):
+    launch = Launch(write_bins(small()))
+    launch()
+    launch("0.1 * g", "0.2 * g", learning_rate=1e-2)
+    assert launch.fitted == 2 and capsys.readouterr().out == ""
+
+
 def test_another_program_is_refused(launch, capsys):
     """With the first lines that differ, and three ways out; until it is accepted."""
     launch()
