@@ -495,7 +495,6 @@ def is_val(place: int, fraction: float) -> bool:
 
     These are the first and others, evenly spread: of n documents, `fraction` of n, rounded up.
     """
-    before, after = (
-        round(n * fraction, 9) for n in (place, place + 1)
-    )  # 0.28 x 25 > 7
+    # Rounded, because 25 * 0.28 is a little more than 7.
+    before, after = (round(n * fraction, 9) for n in (place, place + 1))
     return math.ceil(after) > math.ceil(before)
