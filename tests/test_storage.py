@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import boto3
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -22,6 +23,7 @@ from accidents import (
     wait_for,
 )
 from conftest import start_ray, stop_ray
+from ray.train.v2._internal.execution.storage import delete_fs_path
 from samples import without_a_cluster
 
 from trainkit import checkpoints, corpus, generate, lock, token_files
@@ -91,6 +93,19 @@ def test_save_kill_resume_prune(tutorial, reference, bucket, server):
         tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
     )
     assert model.config.run_path == config.run_path
+
+
+def test_a_recorded_checkpoint_that_is_gone_does_not_end_the_run(
+    server, small, recorded
+):
+    config = small(storage_path="s3://models/runs", run_name="gone")
+    recorded.append("step_00000010")
+    checkpointer = checkpoints.Checkpointer(config)
+    checkpointer.save({"kernel": np.ones((8, 8), np.float32)}, 20)
+    checkpointer.wait()
+    gone = checkpoints.in_storage(config, "step_00000010")
+    delete_fs_path(gone.filesystem, gone.path)  # Ray's, which raises if it isn't there
+    assert checkpoints.list_saved(config) == ["step_00000020"]
 
 
 def test_text_in_a_bucket(tutorial, server, small, monkeypatch):
