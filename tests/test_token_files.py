@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray.data
+from accidents import wait_for
 from samples import shuffled_in_plain_integers, without_a_cluster
 
 from trainkit import sharding, token_files, tokenizers
@@ -254,6 +255,30 @@ def test_each_window_once_an_epoch(tutorial, cluster, small, write_bins, monkeyp
     for epoch in epochs:
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, expected))
     assert (epochs[0] != expected).any() and (epochs[0] != epochs[1]).any()
+
+
+def test_the_next_part_is_read_while_this_one_trains(
+    tutorial, cluster, small, write_bins, tmp_path, monkeypatch
+):
+    """From a store that takes 1.6 s for a part, of which there are twenty."""
+    monkeypatch.setattr(token_files, "WINDOWS_AT_ONCE", 8)
+    config, notes = write_bins(small(max_steps=40)), tmp_path / "notes"
+    (numbers,) = token_files.window_indices(config, "train", range(40))
+    read_part = token_files.read
+
+    def slow_read(config, split, part):
+        time.sleep(0.2 * part.size)
+        with notes.open("a") as file:
+            file.write("part\n")
+        return read_part(config, split, part)
+
+    monkeypatch.setattr(tutorial, "token_files", SimpleNamespace(read=slow_read))
+    dataset = tutorial.make_token_dataset(config, "train", numbers)
+    batches = iter(dataset.iter_batches(batch_size=1, prefetch_batches=2))
+    next(batches)
+    read = notes.read_text().count("part")  # and one is under way on each of four CPUs
+    assert read < 16
+    wait_for(lambda: notes.read_text().count("part") > read + 4, what="other parts")
 
 
 def test_a_long_run_reads_in_parts(tutorial, small, write_bins, monkeypatch):
