@@ -1,27 +1,24 @@
-"""Which devices a worker gets, with which libraries; and what is refused at once."""
+"""Which devices a worker gets, with which libraries, and what is refused or said at once."""
 
-import dataclasses
 import os
 import re
 import shutil
-import socket
 import sys
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 import ray.train
-from conftest import SLICE
+from ray.train import ScalingConfig
 from samples import python
 
 import trainkit.workers
 
 
 @pytest.mark.slow
-def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
+def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bins):
     """Before the first of them asks JAX for a device, which is when CUDA decides.
 
     The GPUs are CPUs that JAX takes for CUDA's; each worker notes which ones it would see,
@@ -41,11 +38,11 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small):
 
         hardware_utils.has_visible_nvidia_gpu = lambda: True
         xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
-        trainkit.workers.start_worker(settings)
+        trainkit.workers.start(settings)
 
-    config = small(platform="gpu")
-    trainer = tutorial.make_trainer(config, loop)  # as many as there are GPUs
-    trainer.fit()
+    config = write_bins(small(machines="gpu"))
+    tutorial.SCALING["gpu"] = ScalingConfig(num_workers=2, use_gpu=True)
+    tutorial.make_trainer(config, loop).fit()
     seen = {(config.run_path / f"gpus-{rank}").read_text() for rank in range(2)}
     libraries = f"{os.environ.get('LD_LIBRARY_PATH', '')}:/usr/local/nvidia/lib64"
     assert seen == {f"{gpu} {libraries}" for gpu in range(2)}
@@ -62,7 +59,7 @@ def test_pips_cuda_comes_before_the_nodes(tmp_path, monkeypatch):
     (tmp_path / "nvidia/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    trainkit.workers.load_cuda_libraries()
+    trainkit.workers._load_cuda_libraries()
     mapped = re.findall(rf"{tmp_path}/nvidia/(.*)", Path("/proc/self/maps").read_text())
     assert {*mapped} == {*loaded}
 
@@ -82,180 +79,98 @@ print(jax.config.jax_platforms)
 def test_driver_leaves_accelerators_to_the_workers():
     """Its first cells limit JAX to CPUs, before anything asks JAX for a device."""
     assert python(DRIVER, JAX_PLATFORMS=None).split()[-1] == "cpu"
+    late = "import jax, trainkit\ntry: trainkit.set_up_driver()\nexcept RuntimeError: print(1)"
+    assert python(late, JAX_PLATFORMS=None).split()[-1] == "1"
 
 
-FLAGS = {
-    "cpu": "--xla_force_host_platform_device_count=2",
-    "gpu": "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0",
-    "tpu": "",
+SCALINGS = {
+    "cpu": ScalingConfig(num_workers=2),
+    "cuda": ScalingConfig(num_workers=2, use_gpu=True),
+    "tpu": ScalingConfig(
+        num_workers=4, use_tpu=True, topology="4x4", accelerator_type="TPU-V6E"
+    ),
 }
 
 
-@pytest.mark.parametrize("platform", FLAGS)
+@pytest.mark.parametrize("platform", SCALINGS)
 def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform):
     """JAX reads it when it is imported, so it must be there before. Your flags stay."""
-    for name in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"):
-        monkeypatch.delenv(name, raising=False)
-    config = small(platform=platform, devices_per_worker=2)
-    found = trainkit.workers.environment(config)
-    assert found["JAX_PLATFORMS"] == platform.replace("gpu", "cuda")
-    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/jax-cache")
-    assert found.get("XLA_FLAGS", "") == FLAGS[platform]
-    assert ("LD_LIBRARY_PATH" in found) == (platform == "gpu")
-    remote = dataclasses.replace(config, storage_path="s3://bucket/runs")
-    cache = trainkit.workers.environment(remote)["JAX_COMPILATION_CACHE_DIR"]
-    assert cache == str(tmp_path / "data-jax-cache")  # which all nodes share, too
-
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
-    found = trainkit.workers.environment(config)
+    found = trainkit.workers.environment(small(), SCALINGS[platform])
+    assert found["JAX_PLATFORMS"] == platform
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
+    assert found["grpc_proxy"] == ""
+    ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0 "
+    assert found["XLA_FLAGS"] == ours * (platform == "cuda") + "--mine"  # the last wins
+    assert ("LD_LIBRARY_PATH" in found) == (platform == "cuda")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    found = trainkit.workers.environment(small(), SCALINGS[platform])
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
-    expected = ["--mine", FLAGS[platform]]
-    if platform == "gpu":  # the last wins
-        expected = [FLAGS[platform], "--xla_gpu_shard_autotuning=false", "--mine"]
-    assert found["XLA_FLAGS"] == " ".join(expected).strip()
 
 
-def test_gpus_that_lack_bfloat16_are_refused(small):
-    """A T4, as on Colab and Kaggle, has 7.5."""
-
-    def check(capability: str, dtype: str) -> None:
-        gpu = SimpleNamespace(device_kind="Tesla T4", compute_capability=capability)
-        trainkit.workers.check_generation(small(compute_dtype=dtype), gpu)
-
-    for capability in ("8.0", "8.9", "10.0", "12.1"):
-        check(capability, "bfloat16")
-    for capability in ("7.0", "7.5"):
-        check(capability, "float32")
-        words = f"found Tesla T4 with {capability}.*compute_dtype: float32"
-        with pytest.raises(RuntimeError, match=words):
-            check(capability, "bfloat16")
-            pytest.fail(f"{capability} is taken")
+def test_a_batch_that_workers_cant_share_is_refused_in_the_driver(cluster, small):
+    """Of an elastic run, for the fewest and the most; a slice counts its chips."""
+    refused = [
+        (ScalingConfig(num_workers=3), {}, "3 devices"),
+        (ScalingConfig(num_workers=(2, 3)), {}, "3 devices"),
+        (ScalingConfig(num_workers=2, use_gpu=True), {"fsdp": 4}, "2 devices"),
+        (SCALINGS["tpu"], {}, "16 devices"),
+    ]
+    for scaling, changes, words in refused:
+        with pytest.raises(ValueError, match=words):
+            trainkit.workers.check(small(**changes), scaling)
 
 
-def test_a_worker_starts_with_the_workers_that_there_are(small, monkeypatch):
-    """An elastic run may have fewer. GPUs are chosen before JAX is asked for a device.
-
-    It is watched from the beginning: the first communication, in which a bad network hangs,
-    is there. Workers that don't see one another would each train a model of their own.
-    """
-    done, workers = [], trainkit.workers
-    context = SimpleNamespace(get_world_size=lambda: 1)
-    monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr(workers, "watch", done.append)
-    monkeypatch.setattr(workers.jax, "set_mesh", done.append)
-    monkeypatch.setattr(workers, "use_assigned_gpus", lambda: done.append("GPUs"))
-    monkeypatch.setattr(workers, "check_generation", lambda c, d: done.append(d))
-    settings = dataclasses.asdict(small(num_workers=(1, 2), stall_timeout_s=12.5))
-    config, mesh = workers.start_worker(settings)
-    assert config.num_workers == 1 and mesh.devices.shape == (1, 1, 1)
-    _, on_gpus = workers.start_worker(settings | {"platform": "gpu"})
-    assert done == [12.5, mesh, 12.5, "GPUs", *on_gpus.devices.ravel(), on_gpus]
-    context.get_world_size = lambda: 2
-    with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
-        workers.start_worker(settings)
+def test_what_the_cluster_lacks_is_said(cluster, small, capsys):
+    config = small()
+    trainkit.workers.check(config, ScalingConfig(num_workers=(4, 8)))  # 4 are there
+    assert not capsys.readouterr().out
+    trainkit.workers.check(replace(config, batch_size=16), ScalingConfig(num_workers=8))
+    assert re.search("ask for .*8.*cluster has .*4", capsys.readouterr().out)
 
 
-def test_address_of_a_cluster_that_is_gone(monkeypatch):
-    """In seconds; Ray itself would try for minutes. Names it looks up by itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        host, port = server.getsockname()
-        for address in ("", "auto", "local", "my-cluster", f"ray://{host}:{port}"):
-            monkeypatch.setenv("RAY_ADDRESS", address)
-            trainkit.check_address()
-    for address in (f"{host}:{port}", f"ray://{host}:{port}", f"{host}:port"):
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConnectionError, match=f"{address}'.*no cluster answers"):
-            trainkit.check_address()
+@pytest.mark.slow
+def test_a_worker_notices_what_would_pass_in_silence(
+    tutorial, cluster, small, write_bins
+):
+    """Other tokens on its node, and workers that don't see one another."""
+    config = write_bins(small(max_failures=0))
+    trainer = tutorial.make_trainer(config)
+    write_bins(config, seed=1)
+    with pytest.raises(ray.train.TrainingFailedError, match="holds other tokens"):
+        trainer.fit()
+    trainer = tutorial.make_trainer(config)
+    trainer.backend_config = None
+    alone = ray.train.v2.jax.JaxTrainer(
+        trainer.train_loop_per_worker,
+        train_loop_config=trainer.train_loop_config,
+        scaling_config=trainer.scaling_config,
+        run_config=trainer.run_config,
+    )
+    with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
+        alone.fit()
 
 
-# A cluster that is only described.
+@pytest.mark.slow
+def test_a_start_that_fails_again_and_again_ends(tutorial, cluster, small, write_bins):
+    """Ray alone would try without end; the third failure ends the run."""
+    config = write_bins(small())
+    trainer = tutorial.make_trainer(config)
+    limit = trainer.run_config.failure_config.controller_failure_limit
+    assert 0 < limit < 10
 
 
-@pytest.fixture
-def nodes(monkeypatch):
-    """A function that lets Ray list nodes with these resources, and one that is gone."""
-
-    def let(*alive: dict):
-        listed = [{"Alive": True, "Resources": each} for each in alive]
-        gone = {"Alive": False, "Resources": {"CPU": 64, "GPU": 64, "TPU": 64}}
-        total = {k: sum(x.get(k, 0) for x in alive) for x in alive for k in x}
-        monkeypatch.setattr(ray, "nodes", lambda: [*listed, gone])
-        monkeypatch.setattr(ray, "cluster_resources", lambda: total)
-
-    return let
-
-
-def gpus(n, kind="H100", cpus=32) -> dict:
-    return {"CPU": cpus, "GPU": n, f"accelerator_type:{kind}": 1}
-
-
-HOST = {"CPU": 100, "TPU": 4, "accelerator_type:TPU-V6E": 1}
-COMPLETED = [  # what is set beside the GPUs; the workers, and how many there is room for
-    ({}, 16, 20),  # 17 to 20 don't divide 64
-    ({"batch_size": 15}, 15, 20),
-    ({"batch_size": 30, "fsdp": 2}, 10, 20),  # 15 form no mesh
-    ({"devices_per_worker": 8}, 2, 2),  # no worker spans two nodes
-    ({"devices_per_worker": 3, "batch_size": 15}, 5, 5),
-    ({"devices_per_worker": 9, "batch_size": 18}, 1, 1),  # `check_resources` refuses
-    ({"devices_per_worker": 3, "batch_size": 3, "accelerator_type": "A100"}, 1, 1),
-    ({"cpus_per_worker": 2.0, "batch_size": 10}, 10, 10),
-    ({"num_workers": (2, 4), "batch_size": 12}, (2, 4), (2, 4)),  # the user has set it
-    ({"platform": "cpu"}, 1, 1),
-    (SLICE, 8, 9),  # two whole slices
-    (SLICE | {"batch_size": 48}, 4, 9),
-    (SLICE | {"topology": "2x4"}, 8, 9),
-    (SLICE | {"topology": None, "accelerator_type": None}, 1, 1),  # a host by itself
-]
-
-
-@pytest.mark.parametrize("changes, workers, room", COMPLETED)
-def test_as_many_workers_as_share_a_batch(nodes, small, capsys, changes, workers, room):
-    """Of 8, 8, and 4 GPUs, with as many CPUs; a node that is gone has none."""
-    nodes(gpus(8, cpus=8), gpus(8, cpus=8), {"CPU": 8}, gpus(4, "A100", 4), *[HOST] * 9)
-    config = small(**{"platform": "gpu", "batch_size": 64} | changes)
-    assert trainkit.workers.with_num_workers(config).num_workers == workers
-    said = f"{workers} workers of {room} that there is room for share a batch.\n"
-    assert capsys.readouterr().out == (said if workers != room else "")
-
-
-TWO = {"platform": "gpu", "num_workers": 2, "devices_per_worker": 8, "batch_size": 16}
-TWO |= {"cpus_per_worker": 12.0}
-ELASTIC = TWO | {"num_workers": (1, 2)}  # the fewest are enough
-ONE_HOST = {"platform": "tpu", "num_workers": 1, "devices_per_worker": 4}
-CHECKED = [  # the nodes, what is asked of them, and what is said if they lack it
-    ([gpus(8, cpus=13), gpus(8, cpus=12)], TWO, ""),
-    ([gpus(8, cpus=12)] * 2, TWO, r"Ray Data a CPU. .*{'CPU': 24, 'GPU': 16}"),
-    ([gpus(8, cpus=12)] * 2, TWO | {"autoscaling": True}, ""),
-    ([gpus(8), gpus(7)], TWO, "2 workers take .*room for 1 workers"),
-    ([gpus(12), gpus(4)], TWO, "2 workers take .*room for 1 workers"),
-    ([gpus(12), gpus(4)], ELASTIC, ""),
-    ([{"CPU": 64}], ELASTIC, "1 workers take .*'GPU': 0}.*0 workers"),
-    ([HOST] * 3, ONE_HOST, ""),
-    ([HOST] * 3, SLICE, "4 workers take {'TPU': 4} each of type TPU-V6E.*3 workers"),
-]
-
-
-@pytest.mark.parametrize("alive, asked, words", CHECKED)
-def test_missing_resources_are_refused(nodes, small, alive, asked, words):
-    """Of two workers with 8 GPUs and 12 CPUs each, say, and a CPU for Ray Data."""
-    nodes(*alive)
-    said = pytest.raises(RuntimeError, match=words) if words else nullcontext()
-    with said:
-        trainkit.workers.check_resources(small(**asked))
-
-
-def test_a_mesh_that_no_number_of_workers_forms_is_refused(nodes, small):
-    nodes(gpus(8), gpus(8), gpus(4))
-    with pytest.raises(ValueError, match=r"fsdp \(32\): expected to divide 20 devices"):
-        trainkit.workers.with_num_workers(small(platform="gpu", fsdp=32))
-
-
-def test_the_configuration_that_fits_the_cluster(nodes, monkeypatch):
+def test_the_configuration_that_fits(cluster, monkeypatch):
     monkeypatch.delenv("GPT2_CONFIG", raising=False)
-    fitting = {"TPU": "stories-tpu-v6e", "GPU": "stories", "CPU": "smoke"}
-    for kind, name in fitting.items():
-        nodes({"CPU": 8, kind: 8})
+    resources = {}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    for kind, name in (
+        ("CPU", "smoke"),
+        ("GPU", "stories"),
+        ("TPU", "stories-tpu-v6e"),
+    ):
+        resources[kind] = 1.0
         assert trainkit.workers.default_config() == f"configs/{name}.yaml"
     monkeypatch.setenv("GPT2_CONFIG", "mine.yaml")
     assert trainkit.workers.default_config() == "mine.yaml"

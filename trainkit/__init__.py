@@ -18,7 +18,7 @@ import sys
 
 # What Ray and JAX say of each start, and a notebook needn't show.
 _STARTS = (
-    r"JAX distributed (service on|shutdown)|Initialized JAX|\[Gloo\] Rank|Requesting resources",
+    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank|Requesting resources",
     r"Attempting to start|PreemptionWatcher|preemption_sync|exclude_resources",
 )
 

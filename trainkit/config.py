@@ -114,12 +114,13 @@ class TrainingConfig(RecipeConfig):
     @property
     def recipe(self) -> dict[str, str | int | float | None]:
         """What decides the result, as plain data; of paths, the last part."""
-        keys = [field.name for field in dataclasses.fields(RecipeConfig)]
-        values = {key: getattr(self, key) for key in keys}
+        recipe = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(RecipeConfig)
+        }
         for key in ("tokenizer", "init_from"):  # storage may be mounted elsewhere
-            if values[key] and os.path.isabs(values[key]):
-                values[key] = os.path.basename(values[key])
-        return values
+            if os.path.isabs(recipe[key] or ""):
+                recipe[key] = os.path.basename(recipe[key])
+        return recipe
 
     @property
     def run_path(self) -> epath.Path:

@@ -46,36 +46,28 @@ def check(config: TrainingConfig, scaling: ScalingConfig) -> None:
 
 def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
     """The environment variables that each worker starts with, before it imports JAX."""
-    flags = os.environ.get("XLA_FLAGS", "")  # yours
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{config.data_dir}-jax-cache")
     variables = {
-        "JAX_PLATFORMS": "cpu",
-        # For restarts. Or each node's own
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
-            "JAX_COMPILATION_CACHE_DIR", f"{config.data_dir}-jax-cache"
-        ),
+        "JAX_PLATFORMS": "tpu" if scaling.use_tpu else "cpu",
+        "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "grpc_proxy": "",  # calls between workers don't go through an HTTP proxy
     }
-    if scaling.use_tpu:
-        variables["JAX_PLATFORMS"] = "tpu"
     if scaling.use_gpu:
         variables["JAX_PLATFORMS"] = "cuda"
         # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
         # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
-        # And no product is merged with its neighbor, to be cut apart by copies: attention
-        # takes k and v apart. XLA of JAX 0.12 would merge them.
+        # And no product is merged with its neighbor, to be cut apart by copies.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
-        flags = f"{ours} {flags}"
-        # Communicate while computing: docs/GPU_performance.md of NVIDIA/JAX-Toolbox,
-        # "Optimization level". It says, too, that CUDA graphs are on already.
+        variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
+        # Communicate while computing: "Optimization level" there.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
         # That of each node, and where GKE keeps its driver.
         variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
-    if flags:
-        variables["XLA_FLAGS"] = flags.strip()
     return variables
 
 
