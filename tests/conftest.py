@@ -2,11 +2,8 @@
 
 import gc
 import os
-import sys
 import threading
 from functools import partial
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,44 +14,30 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
 ROOT = Path(__file__).resolve().parent.parent
-WITHOUT_TORCH = str(ROOT / "tests/without_torch")
-if os.environ.get("PYTHONPATH") == WITHOUT_TORCH:  # this is a process of pytest-xdist
-    import sitecustomize
-
-    sys.meta_path[sys.meta_path.index(sitecustomize.Finder)] = PathFinder
-    del os.environ["PYTHONPATH"]
-WITH_PYTORCH = dict(os.environ)
-os.environ["PYTHONPATH"] = WITHOUT_TORCH
 CACHE = str(ROOT / "build/jax-cache")  # for all runs
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import ray
 import ray.train
 from filelock import FileLock
 from notebook_module import load_notebook
+from orbax.checkpoint import v1 as orbax
 from ray.cluster_utils import Cluster
 
-import trainkit.checkpoints
 import trainkit.workers
 from trainkit.config import TrainingConfig
 
-NOT_FAST = {"cluster", "reference", "built", "browser"}  # Ray, Sphinx, Chromium
-SLICE = {"platform": "tpu", "topology": "4x4", "accelerator_type": "TPU-V6E"}
-SLICE |= {"devices_per_worker": 4, "batch_size": 64}
-LONGEST = "notebook faults storage verify tpu_compile tpu_slice gradients".split()
+STARTS = {"cluster", "head", "reference", "built", "browser"}  # Ray, Sphinx, Chromium
+LONGEST = ("notebook", "faults", "storage", "compile", "slice", "gradients")
 
 
 def read_arrays(path) -> list[np.ndarray]:
-    """Every array of a checkpoint, in the order of its tree."""
-    checkpointer, as_numpy = ocp.PyTreeCheckpointer(), ocp.RestoreArgs(np.ndarray)
-    tree = checkpointer.metadata(path).item_metadata.tree
-    each = jax.tree.map(lambda _: as_numpy, tree)
-    return jax.tree.leaves(checkpointer.restore(path, restore_args=each))
+    """Every array of a checkpoint, in the order of their names."""
+    arrays = orbax.load(path)
+    return [np.asarray(arrays[name]) for name in sorted(arrays)]
 
 
 def start_ray(address: str = "local") -> None:
@@ -106,7 +89,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=order)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if not marks & {"slow", "extra"} and not NOT_FAST & {*item.fixturenames}:
+        if not marks & {"slow", "extra"} and not STARTS & {*item.fixturenames}:
             item.add_marker("fast")
 
 
@@ -129,25 +112,24 @@ def head():
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Devices of the CPU play those that workers ask for."""
+    """Four devices of the CPU on each worker play those that it asks for."""
     environment = trainkit.workers.environment
 
-    def on_cpu(config):
-        count = f"--xla_force_host_platform_device_count={config.devices_per_worker}"
-        return environment(config) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+    def on_cpu(config, scaling):
+        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+        return environment(config, scaling) | {"JAX_PLATFORMS": "cpu"} | flags
 
     monkeypatch.setattr(trainkit.workers, "environment", on_cpu)
 
 
 def small_config(folder: Path, **changes) -> TrainingConfig:
-    """A small configuration with its storage in a folder."""
+    """A small configuration with its storage in a folder, for two workers on CPUs."""
     values = {
         **{"vocab_size": 521, "block_size": 16, "n_layer": 2, "n_head": 2},
         **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
-        **{"batch_size": 4, "learning_rate": 1e-2, "min_learning_rate": 1e-3},
-        **{"warmup_steps": 4, "decay_steps": 40, "max_steps": 20},
-        **{"log_interval": 1, "eval_interval": 10, "eval_steps": 2},
-        **{"platform": "cpu", "cpus_per_worker": 0.5, "run_name": "run"},
+        **{"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 4},
+        **{"decay_steps": 40, "max_steps": 20, "log_interval": 1, "eval_interval": 10},
+        **{"eval_steps": 2, "machines": "cpu", "run_name": "run"},
         **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
     }
     return TrainingConfig(**(values | changes))
@@ -170,7 +152,6 @@ def reference(tutorial, write_bins, tmp_path_factory):
         folder = folder.parent
     config = small_config(
         folder / "reference",
-        num_workers=2,
         n_layer=1,  # less to compile in each start
         max_steps=72,
         eval_interval=12,
@@ -185,26 +166,6 @@ def reference(tutorial, write_bins, tmp_path_factory):
             start_ray()
             tutorial.make_trainer(config).fit()
     return config
-
-
-@pytest.fixture
-def recorded(monkeypatch) -> list[str]:
-    """What Ray has on record, which is played, as its barriers and broadcasts are."""
-    names = []
-    monkeypatch.setattr(trainkit.checkpoints, "on_record", lambda: set(names))
-    collective = ray.train.collective
-    monkeypatch.setattr(collective, "broadcast_from_rank_zero", lambda value: value)
-    monkeypatch.setattr(collective, "barrier", lambda: None)
-    return names
-
-
-@pytest.fixture
-def compiler_for_gpus() -> None:
-    """XLA's, which needs no GPU."""
-    from accidents import missing  # which imports this file
-
-    if not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-        missing("JAX's CUDA plugin, which requirements-gpu.txt brings")
 
 
 @pytest.fixture(scope="session")
