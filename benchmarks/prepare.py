@@ -2,21 +2,23 @@
 
     python benchmarks/prepare.py [--rounds 3] [--megabytes 25 1000]
 
-Tokenizes Python's help pages, repeated, each with a number in front, with the notebook's
-`prepare_dataset`; with nanoGPT's two loops, written anew here: one `encode_ordinary` a row
-with `datasets.map`, then a memory map filled in 1,024 pieces; and with tiktoken alone, on one
-core, which writes nothing. Each measurement has a process of its own. The notebook's way
-reads the files, and the others start from the same documents, memory-mapped.
+Tokenizes Python's help pages, repeated, each with a number in front, from the cache of the
+datasets library: with the notebook's cells, and with nanoGPT's two loops, written anew here:
+one `encode_ordinary` a row with `datasets.map`, then a memory map filled in 1,024 pieces.
+Each measurement has a process of its own. Memory is the most that this process had of its
+own, without what it shares with others, such as Ray's object store.
 """
 
 import argparse
 import hashlib
 import itertools
 import os
-import shutil
 import tempfile
+import threading
 import time
+from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import median
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,29 +27,26 @@ os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 import common
 import datasets
 import numpy as np
-import pyarrow
-import pyarrow.parquet
+import psutil
 import tiktoken
 
-import trainkit.config
-import trainkit.corpus
+from trainkit import corpus
+from trainkit.config import TrainingConfig
 
-WAYS = ("ours", "nanoGPT's", "tiktoken alone")
+WAYS = ("ours", "nanoGPT's")
 
 
-def write_text(folder: Path, size: float) -> None:
-    """Write documents of `size` bytes in all, in files of some 128 MB."""
-    from pydoc_data.topics import topics
+def make_documents(size: float):
+    """Rows of `size` bytes in all."""
+    for number, page in enumerate(itertools.cycle(topics.values())):
+        if size <= 0:
+            break
+        size -= len(page)
+        yield {"text": f"{number}. {page}"}
 
-    documents = (f"{i}. {x}" for i, x in enumerate(itertools.cycle(topics.values())))
-    for part, start in enumerate(range(0, int(size), 128_000_000)):
-        texts, missing = [], min(128_000_000, size - start)
-        while missing > 0:
-            texts.append(next(documents))
-            missing -= len(texts[-1])
-        path = folder / f"{part:04}.parquet"
-        table = pyarrow.table({"text": texts})
-        pyarrow.parquet.write_table(table, path, row_group_size=2_000)
+
+def divide(documents: datasets.Dataset) -> datasets.DatasetDict:
+    return documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
 
 
 def encode_row(row: dict) -> dict:
@@ -56,55 +55,61 @@ def encode_row(row: dict) -> dict:
     return {"ids": ids, "len": len(ids)}
 
 
-def nanogpt(documents: datasets.Dataset, path: Path) -> int:
-    """Write the tokens of `documents` as nanoGPT does; return how many."""
+def nanogpt(documents: datasets.Dataset, folder: Path) -> None:
+    """Write the tokens of `documents` as nanoGPT does."""
     import prepare  # a function of __main__ would go to the processes with all of JAX
 
-    options = {"remove_columns": ["text"], "load_from_cache_file": False}
-    rows = documents.map(prepare.encode_row, num_proc=common.CORES, **options)
-    total, start, pieces = int(np.sum(rows["len"], dtype=np.uint64)), 0, 1_024
-    tokens = np.memmap(path, dtype=np.uint16, mode="w+", shape=(total,))
-    for piece in range(pieces):
-        shard = rows.shard(num_shards=pieces, index=piece, contiguous=True)
-        ids = np.concatenate(shard.with_format("numpy")["ids"])
-        tokens[start : start + len(ids)] = ids
-        start += len(ids)
-    tokens.flush()
-    return total
+    for split, part in divide(documents).items():
+        rows = part.map(
+            prepare.encode_row, remove_columns=["text"], num_proc=common.CORES
+        )
+        total, start = int(np.sum(rows["len"], dtype=np.uint64)), 0
+        path = folder / {"train": "train.bin", "test": "val.bin"}[split]
+        tokens = np.memmap(path, dtype=np.uint16, mode="w+", shape=(total,))
+        for piece in range(pieces := min(1_024, len(rows))):
+            shard = rows.shard(num_shards=pieces, index=piece, contiguous=True)
+            ids = np.concatenate(shard.with_format("numpy")["ids"])
+            tokens[start : start + len(ids)] = ids
+            start += len(ids)
+        tokens.flush()
 
 
-def measure(way: str, folder: Path) -> dict:
-    """The tokens, seconds, and file of one way to tokenize the text in `folder`."""
-    tutorial, data = common.load_notebook(), folder / "data"
-    config = trainkit.config.TrainingConfig(
-        dataset=str(folder / "*.parquet"),
-        data_dir=str(data),
-        batch_size=1,  # for which the validation text is enough
-    )
-    documents = datasets.load_dataset(
-        "parquet", data_files=config.dataset, split="train", cache_dir=str(folder)
-    )
-    places, fraction = range(len(documents)), config.val_fraction
-    documents = documents.select(
-        [n for n in places if not trainkit.corpus.is_val(n, fraction)]
-    )
-    shutil.rmtree(data, ignore_errors=True)  # of the round before
-    path, tokenizer = data / "train.bin", tiktoken.get_encoding("gpt2")
+def ours(documents: datasets.Dataset, folder: Path) -> None:
+    """Write the tokens of `documents` as the notebook does."""
+    tutorial = common.load_notebook()
+
+    def pages():
+        return [corpus.from_datasets(part) for part in divide(documents).values()]
+
+    tutorial.DATASETS["pages"] = pages
+    few = {"batch_size": 1, "eval_steps": 1, "block_size": 64}
+    config = TrainingConfig(dataset="pages", data_dir=str(folder), **few)
+    tutorial.prepare_dataset(config)
+
+
+def measure(way: str, root: Path) -> dict:
+    """Seconds, bytes of memory, and what tells the files of one way from others."""
+    datasets.disable_caching()
+    documents = datasets.load_from_disk(root / "documents")
+    folder = Path(tempfile.mkdtemp(dir=root))
     if way == "ours":
         common.start_ray("local", num_cpus=common.CORES)
-    else:
-        data.mkdir()
+    process, memory, done = psutil.Process(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            found = process.memory_info()
+            memory[0] = max(memory[0], found.rss - found.shared)
+
+    threading.Thread(target=watch, daemon=True).start()
     start = time.perf_counter()
-    if way == "ours":
-        tokens = tutorial.prepare_dataset(config)["tokens"]["train"]
-    elif way == "nanoGPT's":
-        tokens = nanogpt(documents, path)
-    else:
-        tokens = sum(len(tokenizer.encode_ordinary(t)) + 1 for t in documents["text"])
+    {"ours": ours, "nanoGPT's": nanogpt}[way](documents, folder)
     seconds = time.perf_counter() - start
-    written = path.read_bytes() if path.exists() else b""
-    digest = hashlib.sha256(written).hexdigest()
-    return {"tokens": tokens, "seconds": seconds, "digest": digest}
+    done.set()
+    files = [(folder / f"{split}.bin").read_bytes() for split in ("train", "val")]
+    digest = [hashlib.sha256(file).hexdigest() for file in files]
+    tokens = sum(map(len, files)) // 2
+    return {"tokens": tokens, "seconds": seconds, "memory": memory[0], "digest": digest}
 
 
 def main() -> None:
@@ -115,18 +120,22 @@ def main() -> None:
     table = []
     for size in arguments.megabytes:
         with tempfile.TemporaryDirectory(dir=".") as root:
-            folder = Path(root).resolve()
-            write_text(folder, size * 1e6)
-            rows = [(way, folder) for way in WAYS]
-            runs = dict(zip(WAYS, common.interleave(measure, rows, arguments.rounds)))
-        if len({run["digest"] for way in WAYS[:2] for run in runs[way]}) != 1:
+            root = Path(root).resolve()
+            rows = partial(make_documents, size * 1e6)
+            documents = datasets.Dataset.from_generator(rows, cache_dir=str(root))
+            documents.save_to_disk(root / "documents")
+            runs = common.interleave(
+                measure, [(way, root) for way in WAYS], arguments.rounds
+            )
+        if any(run["digest"] != runs[0][0]["digest"] for run in sum(runs, [])):
             raise SystemExit("The files differ, so the speeds cannot be compared")
-        seconds = {way: median(run["seconds"] for run in runs[way]) for way in WAYS}
-        for way in WAYS:
-            speed = runs[way][0]["tokens"] / seconds[way] / 1e6
-            ratio = seconds["nanoGPT's"] / seconds[way]
-            table.append([f"{size:,} MB", way, f"{speed:.2f}", f"{ratio:.2f}"])
-    columns = ["text", "way", "million tokens/s", "ratio to nanoGPT's"]
+        seconds = [median(run["seconds"] for run in way) for way in runs]
+        for name, way, spent in zip(WAYS, runs, seconds):
+            speed = f"{way[0]['tokens'] / spent / 1e6:.2f}"
+            memory = f"{max(run['memory'] for run in way) / 1e6:.0f} MB"
+            ratio = f"{seconds[1] / spent:.2f}"
+            table.append([f"{size:,} MB", name, speed, ratio, memory])
+    columns = ["text", "way", "million tokens/s", "ratio to nanoGPT's", "memory"]
     common.print_table(columns, table, ["datasets", "ray", "tiktoken"])
 
 
