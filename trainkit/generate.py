@@ -1,176 +1,98 @@
-"""Text from a model, one token at a time.
+"""Text from a model, one token at a time, as nanoGPT writes it.
 
-The keys and values of the tokens so far stay in caches, so each step costs the same, and
-the whole loop is one compiled program. The model is any NNX module with a `config` that is
-called as `model(tokens, caches=..., position=...)` and returns logits.
+Each token runs the model over the prompt and the answer so far, so no class needs a cache.
+In `transformers`, what `huggingface.export` writes has one.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ray.train
 from flax import nnx
+from jax.sharding import Mesh
 
-from trainkit import checkpoints, tokenizers
-
-
-def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.Module:
-    """The model in a checkpoint, on the first device of this process.
-
-    Args:
-        create_model: makes a model of that kind for a configuration.
-
-    Raises:
-        ValueError: as `checkpoints.load_params` says.
-    """
-
-    def abstract_model(config):
-        return nnx.eval_shape(partial(create_model, config))
-
-    config, params = checkpoints.load_params(
-        checkpoint, lambda config: nnx.state(abstract_model(config), nnx.Param)
-    )
-    model = abstract_model(config)
-    nnx.update(model, params)
-    return model
+from trainkit import tokenizers
 
 
-def generate(model: nnx.Module, prompts: list[str], **options) -> list[str]:
-    """Each prompt with its continuation; `options` go to `generate_tokens`.
-
-    Raises:
-        ValueError: as `generate_tokens` says, or the model has another vocabulary.
-    """
-    if isinstance(prompts, str):
-        raise ValueError(f"prompts: expected a list of strings, found {prompts!r:.60}")
-    config = model.config
-    tokenizer = tokenizers.load(config.tokenizer)
-    if not tokenizers.fits(tokenizer, config.vocab_size):
-        raise ValueError(
-            f"vocab_size: the model has {config.vocab_size:,} tokens, and its tokenizer, "
-            f"{config.tokenizer}, {tokenizer.n_vocab:,}. Encode the prompts with the tokenizer "
-            "that made its tokens, call generate_tokens, and decode what that returns."
-        )
-    end = tokenizer.eot_token
-    ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
-    tokens = generate_tokens(model, ids, end_of_text=end, **options)
-    no_text = {end, *range(tokenizer.n_vocab, config.vocab_size)}
-    whole = [x + [t for t in row if t not in no_text] for x, row in zip(ids, tokens)]
-    starts = [len(tokenizer.decode(prompt)) for prompt in ids]
-    texts = [tokenizer.decode(x)[start:] for x, start in zip(whole, starts)]
-    return [prompt + text for prompt, text in zip(prompts, texts)]
-
-
-def generate_tokens(
+def generate(
     model: nnx.Module,
-    prompts: list[list[int]],
+    prompts: Iterable[str],
     max_new_tokens: int = 64,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
-    end_of_text: int | None = None,
-) -> list[list[int]]:
-    """The tokens that follow each prompt, up to and with the end-of-text token.
+) -> list[str]:
+    """Each prompt with its continuation, on the first device of this process.
 
     Args:
+        model: `model(tokens)`, int [B, S], returns logits [B, S, V]; it has a `config`.
         temperature: 0 takes the likeliest token; more makes the choice freer.
         top_k: the number of likeliest tokens to choose among.
-        end_of_text: the token that ends an answer; None: all have `max_new_tokens`.
 
     Raises:
-        ValueError: there is no prompt, one is empty or has an unknown token, there is no
-            room, or an option is out of its range.
+        ValueError: a prompt has no tokens, or too many.
+        OverflowError: the seed isn't a number of 32 bits.
     """
-    if not prompts:
-        raise ValueError("prompts: expected at least one, found none")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature ({temperature}) must be 0 or a positive number")
-    if top_k != int(top_k) or top_k < 1:
-        raise ValueError(f"top_k ({top_k}) must be a whole number from 1 on")
-    config = model.config
+    config, device = model.config, jax.local_devices()[0]
+    tokenizer = tokenizers.load(config.tokenizer)
+    ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    lengths = np.array([len(tokens) for tokens in ids], np.int32)
     room = config.block_size - max_new_tokens
-    if not 1 <= room < config.block_size:
+    if ids and not 1 <= lengths.min() <= lengths.max() <= room:
         raise ValueError(
-            f"max_new_tokens ({max_new_tokens}) must be between 1 and "
-            f"{config.block_size - 1}, one less than block_size"
+            f"prompts have {lengths} tokens: expected 1 to {room}, which block_size "
+            f"({config.block_size}) leaves beside max_new_tokens ({max_new_tokens})"
         )
-    tokens = np.zeros((len(prompts), config.block_size), np.int32)
-    for i, prompt in enumerate(prompts):
-        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
-        if unknown or not prompt:
-            raise ValueError(
-                f"prompt {i}: expected token ids from 0 to {config.vocab_size - 1}, "
-                f"found {unknown or 'none'}"
-            )
-        if len(prompt) > room:
-            print(f"prompt {i}: kept the last {room} of {len(prompt)} tokens")
-        tokens[i, : len(prompt[-room:])] = prompt[-room:]
-    lengths = np.array([min(len(prompt), room) for prompt in prompts])
-    out = decode(
-        *nnx.split(model),
-        tokens,
-        lengths,
-        lengths.max() + max_new_tokens,
-        temperature,
-        jax.random.key(seed),
-        -1 if end_of_text is None else end_of_text,
-        top_k=min(top_k, config.vocab_size),
-    )
-    end, answers = end_of_text, []
-    for row, n in zip(np.asarray(out), lengths):
-        answer = row[n : n + max_new_tokens].tolist()
-        answers.append(answer[: answer.index(end) + 1] if end in answer else answer)
-    return answers
+    end = tokenizer.eot_token
+    tokens = np.full((len(ids), lengths.max(initial=0) + max_new_tokens), end, np.int32)
+    for row, prompt in zip(tokens, ids):
+        row[: len(prompt)] = prompt
+    # Attention divides its work over these axes, here among one device.
+    with jax.set_mesh(Mesh([[[device]]], ("data", "fsdp", "tensor"))):
+        found = _continue(
+            jax.device_put(model, device),
+            tokens,
+            lengths,
+            max_new_tokens,
+            temperature,
+            jax.random.key(np.uint32(seed)),
+            end,
+            top_k=min(top_k, config.vocab_size),
+        )
+    return [tokenizer.decode([t for t in row if t != end]) for row in found.tolist()]
 
 
-@partial(jax.jit, static_argnames=("graph", "top_k"))
-def decode(
-    graph, weights, tokens, lengths, end, temperature, key, end_of_text, *, top_k
-):
-    """Continue each row of `tokens`, int32 [B, S], from its length up to `end`.
-
-    Args:
-        graph, weights: the model, as `nnx.split` divides it.
-    """
-    model = nnx.merge(graph, weights)
-    config = model.config
-    B, S = tokens.shape
-    cache = jnp.zeros(
-        (B, S, config.n_head, config.n_embd // config.n_head), config.compute_dtype
-    )
-
-    def unfinished(carry):
-        position, _, _, done = carry
-        return (position < end - 1) & ~done.all()
-
-    def next_token(carry):
-        position, tokens, caches, done = carry
-        now = jax.lax.dynamic_slice_in_dim(tokens, position, 1, axis=1)  # (B, 1)
-        logits = model(now, caches=caches, position=position)[:, 0]  # (B, V)
-        step_key = jax.random.fold_in(key, position)
-        new = sample_token(logits, temperature, step_key, top_k)
-        in_prompt = position + 1 < lengths
-        new = jnp.where(done, end_of_text, new)
-        new = jnp.where(in_prompt, tokens[:, position + 1], new)
-        done |= ~in_prompt & (new == end_of_text)
-        return position + 1, tokens.at[:, position + 1].set(new), caches, done
-
-    position = jnp.zeros((), jnp.int32)
-    cache = {"key": cache, "value": cache, "position": position}
-    caches = [dict(cache) for _ in range(config.n_layer)]
-    start = position, tokens, caches, jnp.zeros(B, bool)
-    return jax.lax.while_loop(unfinished, next_token, start)[1]
-
-
-def sample_token(
-    logits: jax.Array, temperature: float, key: jax.Array, top_k: int
+@partial(jax.jit, static_argnames="top_k")
+def _continue(
+    model: nnx.Module,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    max_new_tokens: int,
+    temperature: float,
+    key: jax.Array,
+    end: int,
+    top_k: int,
 ) -> jax.Array:
-    """Draw one of the `top_k` likeliest tokens for each row of [B, V], int32 [B]."""
-    best, candidates = jax.lax.top_k(logits.astype(jnp.float32), top_k)  # sorted
-    drawn = jax.random.categorical(key, best / jnp.maximum(temperature, 1e-6))
-    choice = jnp.where(temperature > 0, drawn, 0)
-    return jnp.take_along_axis(candidates, choice[:, None], axis=1)[:, 0]
+    """Write into `tokens`, int32 [B, S], after each row's prompt, up to its `end` token."""
+    rows = jnp.arange(len(tokens))
+
+    def unfinished(carry: tuple) -> jax.Array:
+        step, _, done = carry
+        return (step < max_new_tokens) & ~done.all()
+
+    def add_tokens(carry: tuple) -> tuple:
+        step, tokens, done = carry
+        places = lengths + step
+        logits = model(tokens)[rows, places - 1]  # (B, V)
+        best, candidates = jax.lax.top_k(logits.astype(jnp.float32), top_k)
+        # The largest of logits with Gumbel noise is a draw from their softmax.
+        noise = jax.random.gumbel(jax.random.fold_in(key, step), best.shape)
+        choice = jnp.argmax(best + temperature * noise, axis=-1)
+        new = candidates[rows, choice]
+        tokens = tokens.at[rows, places].set(jnp.where(done, end, new))
+        return step + 1, tokens, done | (new == end)
+
+    start = jnp.zeros((), jnp.int32), tokens, jnp.zeros(len(tokens), bool)
+    return jax.lax.while_loop(unfinished, add_tokens, start)[1]

@@ -84,6 +84,8 @@ def cross_entropy(
     def split(x):  # (B, T, ...) -> (chunks, B, T/chunks, ...)
         return jnp.stack(jnp.split(x, config.loss_chunks, axis=1))
 
+    # Each device scores its own tokens, and so needs all rows that fsdp divides.
+    table = jax.lax.with_sharding_constraint(table, P("tensor"))
     total = _sum_over_parts(table, split(features), split(targets), config.vocab_size)
     return total / targets.size
 
