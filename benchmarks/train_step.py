@@ -1,16 +1,18 @@
-"""How fast the train step is, in variants, and beside other people's.
+"""How fast the train step is, beside other people's.
 
-    python benchmarks/train_step.py [cpu | gpu | tpu] [--original README.md] [--rounds 2]
+    python benchmarks/train_step.py [configs/gpt2-124m.yaml] [--original ORIGINAL.md]
 
-Trains GPT-2 124M on one device with random tokens: the notebook's step with changes of its
-configuration; the step of the tutorial that this one replaces, if `--original` names its
-README.md; and Hugging Face's GPT-2 in PyTorch with the same loss, optimizer, and batch.
-Every row has a process of its own in each round, and shows the median of the rounds. Speed
-is that of the median step, without the first two; the time to compile is what the first step
-takes longer. Peak memory is the device's, and on CPU the whole process's.
+Trains GPT-2 124M with random tokens on the devices that JAX finds in this process, as many
+windows at once as the configuration says; without one, 2 windows of 256 tokens in float32 on
+the CPU. Beside it, in processes of their own and round after round: the step of the tutorial
+that this one replaces, if `--original` names its Markdown, and on a CPU, Hugging Face's GPT-2
+in PyTorch with the same loss, optimizer, and batch. The rows show the median of the rounds.
+Speed is that of the median step, without the first two. MFU, model FLOPs utilization, is the
+share of the peak in the device's data sheet.
 """
 
 import argparse
+import dataclasses
 import os
 import re
 import time
@@ -18,61 +20,45 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import common
 import numpy as np
-from common import (
-    ROOT,
-    for_one_device,
-    interleave,
-    load_notebook,
-    memory_of,
-    print_table,
-    random_windows,
-)
-from notebook_module import initial_state
 
-import trainkit.config
-import trainkit.sharding
+from trainkit.config import TrainingConfig, load_config
 
-CPU = {
-    "platform": "cpu",
-    "compute_dtype": "float32",
-    "block_size": 256,
-    "batch_size": 2,
+ON_CPU = TrainingConfig(compute_dtype="float32", block_size=256, device_batch_size=2)
+# Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
+PEAK_FLOPS = {
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2_250e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
 }
-CONFIGS = {"gpu": "gpt2-124m.yaml", "tpu": "gpt2-124m-tpu-v6e.yaml"}
-VARIANTS = [  # changes of the configuration; those that it already has are left out
-    {"attention": "xla"},
-    {"scan_layers": True},
-    {"loss_chunks": 1},
-    {"loss_chunks": 8},
-    {"micro_batches": 2},  # of a batch that is twice as large
-]
-STEPS = {"cpu": 6, "gpu": 40, "tpu": 40}  # in each process
 
 
-def make_config(platform: str, changes: dict):
-    """The platform's configuration with `changes`, cut to what one device does at once."""
-    if platform == "cpu":
-        config = trainkit.config.TrainingConfig(**CPU)
-    else:
-        config = trainkit.config.load_config(ROOT / "configs" / CONFIGS[platform])
-    return for_one_device(config, changes)
+def random_windows(config: TrainingConfig) -> np.ndarray:
+    """A batch of random tokens, uint16 [B, T + 1]."""
+    shape = (config.batch_size, config.block_size + 1)
+    return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
 
 
-def variants(platform: str) -> list[dict]:
-    """Those of VARIANTS that change the configuration."""
-    config = make_config(platform, {})
-    return [v for v in VARIANTS if all(getattr(config, k) != x for k, x in v.items())]
-
-
-def our_step(tutorial, config) -> Callable:
-    """The notebook's step, fed from the device's memory."""
+def our_step(config: TrainingConfig) -> Callable:
+    """The notebook's step, fed from the devices' memory."""
     import jax
 
-    mesh = trainkit.sharding.make_mesh(config, jax.devices()[:1])
+    tutorial = common.load_notebook()
+    mesh = tutorial.create_mesh(config)
     jax.set_mesh(mesh)
-    state = initial_state(tutorial, config, mesh)
-    windows = jax.device_put(random_windows(config))
+    state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
+    batch = jax.sharding.PartitionSpec(("data", "fsdp"))
+    windows = jax.device_put(
+        random_windows(config), jax.sharding.NamedSharding(mesh, batch)
+    )
 
     def step():
         nonlocal state
@@ -82,7 +68,7 @@ def our_step(tutorial, config) -> Callable:
     return step
 
 
-def original_step(tutorial, config, path: str) -> Callable:
+def original_step(config: TrainingConfig, path: str) -> Callable:
     """The original's step in GPT-2's size, its default; its dropout is 0.1."""
     import jax
     import optax
@@ -90,10 +76,9 @@ def original_step(tutorial, config, path: str) -> Callable:
 
     nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
     names = {"os": os, "np": np}
+    parts = "import flax.nnx|class (TrainingConfig|GPT2)|def train_step"
     for block in re.findall(r"```python\n(.*?)```", Path(path).read_text(), re.DOTALL):
-        if re.search(
-            "import flax.nnx|class (TrainingConfig|GPT2)|def train_step", block
-        ):
+        if re.search(parts, block):
             exec(block, names)
     names["dtype"] = jax.numpy.dtype(config.compute_dtype)
     settings = names["TrainingConfig"](seqlen=config.block_size)
@@ -101,10 +86,9 @@ def original_step(tutorial, config, path: str) -> Callable:
     rate = optax.cosine_decay_schedule(settings.init_learning_rate, settings.max_steps)
     adamw = optax.adamw(rate, weight_decay=settings.weight_decay)
     optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-    metrics, windows = nnx.metrics.Average("loss"), random_windows(config)
-    batch = jax.device_put(
-        (windows[:, :-1].astype("int32"), windows[:, 1:].astype("int32"))
-    )
+    metrics = nnx.metrics.Average("loss")
+    windows = random_windows(config).astype("int32")
+    batch = jax.device_put((windows[:, :-1], windows[:, 1:]))
 
     def step():
         loss = names["train_step"](model, optimizer, metrics, batch)
@@ -113,98 +97,83 @@ def original_step(tutorial, config, path: str) -> Callable:
     return step
 
 
-def pytorch_step(tutorial, config, compiled: bool) -> Callable:
-    """Hugging Face's GPT-2 with the notebook's loss and optimizer, in PyTorch."""
+def pytorch_step(config: TrainingConfig, compiled: bool) -> Callable:
+    """Hugging Face's GPT-2 with the notebook's loss and optimizer, in float32 on the CPU."""
     import torch
     import transformers
 
-    import trainkit.huggingface
-
-    device = "cuda" if config.platform == "gpu" else "cpu"
-    settings = trainkit.huggingface.their_config(config)
-    model = transformers.GPT2LMHeadModel(settings).to(device).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        config.learning_rate,
-        (config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=True,
+    settings = transformers.GPT2Config(  # its defaults are GPT-2 124M's
+        n_positions=config.block_size, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
-    windows = torch.from_numpy(random_windows(config).astype(np.int64)).to(device)
-    bfloat16 = config.compute_dtype == "bfloat16"
+    model = transformers.GPT2LMHeadModel(settings).train()
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.learning_rate, betas, weight_decay=decay, fused=True
+    )
+    windows = torch.from_numpy(random_windows(config).astype(np.int64))
     forward = torch.compile(model) if compiled else model
 
     def step():
-        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
-            logits = forward(windows[:, :-1], use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), windows[:, 1:].flatten()
+        logits = forward(windows[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), windows[:, 1:].flatten()
         )
-        losses.backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
 
     return step
 
 
-def measure(platform: str, make_step: Callable, changes: dict, *arguments):
-    """Tokens/s, bytes of memory, and seconds to compile; or why they can't be measured."""
-    tutorial = load_notebook()
-    try:
-        config = make_config(platform, changes)
-        step = make_step(tutorial, config, *arguments)
-        times = [time.perf_counter()]
-        for _ in range(STEPS[platform]):
-            step()
-            times.append(time.perf_counter())
-        if make_step is pytorch_step and platform == "gpu":
-            import torch
+def measure(path: str | None, steps: int, make_step: Callable, *arguments) -> tuple:
+    """Tokens/s, MFU or 0 where it has no meaning, and the devices' name."""
+    import jax
 
-            memory = torch.cuda.max_memory_allocated()
-        else:
-            import jax
-
-            memory, _ = memory_of(jax.devices()[0])
-    except Exception as error:  # an absent package, or too little memory
-        return f"not measured: {str(error).splitlines()[0]:.80}"
-    seconds = np.diff(times)
-    step_s = np.median(seconds[2:])
-    speed = config.batch_size * config.block_size / step_s
-    return speed, memory, seconds[0] - step_s
+    config = load_config(path) if path else ON_CPU
+    count = jax.device_count() if make_step is our_step else 1
+    config = dataclasses.replace(config, batch_size=count * config.device_batch_size)
+    step = make_step(config, *arguments)
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        step()
+        times.append(time.perf_counter())
+    speed = config.batch_size * config.block_size / np.median(np.diff(times)[2:])
+    kind = jax.devices()[0].device_kind
+    peak = next((PEAK_FLOPS[k] for k in PEAK_FLOPS if kind.startswith(k)), np.inf)
+    # As nanoGPT's estimate_mfu: N has no position embedding.
+    shapes = jax.eval_shape(lambda: common.load_notebook().create_model(config))
+    weights = sum(x.size for x in jax.tree.leaves(shapes))
+    weights -= config.block_size * config.n_embd
+    flops = 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
+    return float(speed), speed * flops / peak / count, f"{count} x {kind}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("platform", nargs="?", default="cpu", choices=list(STEPS))
-    parser.add_argument("--original", help="README.md of the original tutorial")
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("--original", help="the original tutorial's Markdown")
     parser.add_argument("--rounds", type=int, default=2)
-    platform, original, rounds = vars(parser.parse_args()).values()
-    os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform, platform)
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in every round
-    rows = {"ours": (our_step, {})}
-    for changes in variants(platform):
-        ((key, value),) = changes.items()
-        rows[f"ours, {key}: {value}"] = our_step, changes
-    if original:
-        rows["the original tutorial"] = original_step, {}, original
-    if platform != "tpu":
-        rows["Hugging Face in PyTorch, eager"] = pytorch_step, {}, False
-        rows["Hugging Face in PyTorch, compiled"] = pytorch_step, {}, True
+    options = parser.parse_args()
+    rows = {"ours": (our_step,)}
+    if options.original:
+        rows["the original tutorial"] = original_step, options.original
+    if not options.config:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in each round
+        rows["Hugging Face in PyTorch, eager"] = pytorch_step, False
+        rows["Hugging Face in PyTorch, compiled"] = pytorch_step, True
+    steps = 40 if options.config else 6
+    calls = [(options.config, steps, *row) for row in rows.values()]
     table, ours = [], None
-    runs = interleave(measure, [(platform, *row) for row in rows.values()], rounds)
-    for name, found in zip(rows, runs):
-        if errors := [run for run in found if isinstance(run, str)]:
-            table.append([name, errors[0], *"---"])
-            continue
-        speed, memory, compile_s = (median(values) for values in zip(*found))
-        ours = speed if name == "ours" else ours
-        row = [name, f"{speed:,.0f}", f"{speed / ours:.2f}" if ours else "-"]
-        table.append([*row, f"{memory / 2**30:.1f} GiB", f"{compile_s:.0f} s"])
-    header = "step|tokens/s|ratio to ours|peak memory|time to compile"
-    print_table(header.split("|"), table, ["jax", "flax", "torch", "transformers"])
+    for name, runs in zip(rows, common.interleave(measure, calls, options.rounds)):
+        speed, mfu = (median(run[i] for run in runs) for i in (0, 1))
+        ours = ours or speed
+        share = f"{mfu:.1%}" if mfu else "-"
+        table.append([name, runs[0][2], f"{speed:,.0f}", f"{speed / ours:.2f}", share])
+    columns = ["step", "device", "tokens/s", "ratio to ours", "MFU"]
+    others = [] if options.config else ["torch", "transformers"]
+    common.print_table(columns, table, ["jax", "flax", *others])
 
 
 if __name__ == "__main__":

@@ -3,149 +3,170 @@
     python ci/publish.py --into ../templates --source https://github.com/OWNER/NAME
 
 `--source` is this repository's address. Other addresses become absolute, the set-up becomes
-that of ci/places, and what each cell showed becomes a cell of its own; the rest is as it is
-here. A second run changes nothing, and no other file of the checkout is touched: of BUILD.yaml,
-only this template's entry.
+that of ci/places/anyscale, and what each cell showed becomes a cell of its own; the package,
+the configurations, and some of the tests come along as they are. Of the checkout, this writes
+the template's own folders and its entries in two files.
 """
 
 import argparse
 import re
+import shutil
 from pathlib import Path
 
-import render_readme  # first: it finds the environment that has the other two
-
-# isort: split
 import nbformat
-from addresses import GITHUB, Addresses
+import render_readme
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ROOT / "ci/places/anyscale"
-REGISTRY = f"{GITHUB}anyscale/templates"
-HOLDS = ("BUILD.yaml", "templates", "configs", "tests")  # by which a checkout is known
+PLACE = ROOT / "ci/places/anyscale"
+REGISTRY = "https://github.com/anyscale/templates"
 NAME = "gpt2-jaxtrainer"
 FOLDER = f"templates/{NAME}"
-INSTALL = "!uv pip install --quiet --system -r requirements.txt"
-# As configs/stories.yaml says.
-TIME = "38 minutes to run on four A10G GPUs, by arithmetic"
-LOCK = "uv pip compile requirements.txt --output-file python_depset.lock"
+LOCK = "python_depset.lock"  # which the registry's tools make
+INSTALL = (
+    f"!uv pip install -r {LOCK} --system --no-deps --index-strategy unsafe-best-match"
+)
+CARRIED = ("LICENSE", ".gitignore", "trainkit/*.*", "configs/*.yaml")
+TESTS = ("conftest", "test_config", "test_layers", "test_token_files")
+FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
-def carried_files() -> dict[str, str]:
-    """Which of our files are carried, and where to; of the images, those shown."""
-    own = ["README.ipynb", "LICENSE", "README.md", "docs/guide.md"]
-    pages = "".join((ROOT / page).read_text() for page in own[2:])
-    own += sorted(set(re.findall(r"images/[\w-]+\.\w+", pages)))
-    # A job leaves out what the first names; messages and the guide name those of ci/.
-    own += [".gitignore", "ci/requirements.txt"]
-    patterns = ("trainkit/*.py", "trainkit/*.json", "requirements-*.txt")
-    patterns += ("ci/*_vocabulary.py", "configs/*.yaml", "configs/compute/kube*.yaml")
-    for pattern in patterns:
-        own += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern))
-    clouds = ("aws.yaml", "gce.yaml")
-    carried = {f"configs/compute/{file}": f"configs/{NAME}/{file}" for file in clouds}
-    return {path: f"{FOLDER}/{path}" for path in own} | carried
+def carried_files() -> dict[str, Path]:
+    """The files that come along as they are, by their paths in the checkout."""
+    paths = [path for pattern in CARRIED for path in ROOT.glob(pattern)]
+    shown = re.findall(r"\]\((images/[^)]+)\)", (ROOT / "README.md").read_text())
+    paths += [ROOT / image for image in shown]
+    files = {f"{FOLDER}/{path.relative_to(ROOT)}": path for path in paths}
+    tests = [ROOT / "ci/notebook_module.py"]
+    tests += [ROOT / f"tests/{name}.py" for name in TESTS]
+    files |= {f"{FOLDER}/tests/{path.name}": path for path in tests}
+    files[f"tests/{NAME}/tests.sh"] = PLACE / "tests.sh"
+    for cloud in ("aws.yaml", "gce.yaml"):
+        files[f"configs/{NAME}/{cloud}"] = ROOT / "configs/compute" / cloud
+    return files
 
 
-def make_notebook(addresses: Addresses) -> nbformat.NotebookNode:
+def absolute(text: str, source: str) -> str:
+    """Markdown with absolute addresses: in the registry of what is there, or in `source`.
+
+    Raises:
+        SystemExit: if it names a file that there isn't.
+    """
+    carried = carried_files()
+
+    def change(match: re.Match) -> str:
+        picture, label, path, anchor = match.groups(default="")
+        if not (ROOT / path).exists():
+            raise SystemExit(f"README.ipynb names {path}, which isn't there.")
+        base, there = source, path
+        if f"{FOLDER}/{path}" in carried:
+            base, there = REGISTRY, f"{FOLDER}/{path}"
+        if picture:
+            base = base.replace("github.com", "raw.githubusercontent.com")
+            return f"![{label}]({base}/main/{there})"
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"[{label}]({base}/{kind}/main/{there}{anchor})"
+
+    parts = FENCE.split(text)
+    parts[::2] = [LINK.sub(change, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def make_notebook(source: str) -> nbformat.NotebookNode:
     """README.ipynb with absolute addresses, what its cells showed, and the set-up there."""
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
-    notebook = render_readme.with_outputs(notebook)
-    cells = notebook.cells
-    setup = [c for c in cells if re.match(r"## Set up\n[^\0]*\bci/", c.source)]
-    init = [
-        c for c in cells if re.search(r"(?m)^ray\.init\([^\0]*runtime_env={", c.source)
-    ]
-    if len(setup) != 1 or len(init) != 1:
-        raise SystemExit(
-            'README.ipynb: expected one cell "## Set up" that names commands of ci/, and '
-            "one that calls ray.init(runtime_env={...}). Adapt ci/publish.py to the page."
-        )
+    cells = render_readme.with_outputs(notebook).cells
     title, _, text = cells[0].source.partition("\n\n")
-    text = re.sub(r"\d+ to \d+ minutes to run on two CPU cores", TIME, text)
-    badges = (TEXTS / "badges.md").read_text().strip()
+    text = re.sub(r", [^,\n]* to run on two CPU cores", "", text)
+    badges = (PLACE / "badges.md").read_text().strip()
     cells[0].source = "\n\n".join([title, badges, text])
+    (setup,) = [c for c in cells if c.source.startswith("## Set up\n")]
     # Paragraphs up to the last that needs ci/ are for this repository only.
-    _, _, rest = setup[0].source[setup[0].source.rindex("ci/") :].partition("\n\n")
-    setup[0].source = "## Set up\n\n" + (TEXTS / "setup.md").read_text().strip()
-    # The cell is for this node, `pip` for the others.
-    new = [nbformat.v4.new_code_cell(INSTALL, metadata={"tags": ["aside"]})]
-    new += [nbformat.v4.new_markdown_cell(rest)] if rest else []
-    pip = '{"pip": "requirements.txt", '
-    init[0].source = init[0].source.replace("runtime_env={", f"runtime_env={pip}")
-    for number, cell in enumerate(new, 1):
-        cell.id = f"set-up-{number}"
-    after = cells.index(setup[0]) + 1
-    cells[after:after] = new
+    _, _, rest = setup.source[setup.source.rindex("ci/") :].partition("\n\n")
+    setup.source = "## Set up\n\n" + (PLACE / "setup.md").read_text().strip()
+    # The cell is for this node, and `pip` for the others.
+    install = nbformat.v4.new_code_cell(INSTALL, id="install")
+    install.metadata.tags = ["aside"]  # which a job's script leaves out
+    after = nbformat.v4.new_markdown_cell(rest, id="after-install")
+    place = cells.index(setup) + 1
+    cells[place:place] = [install, after] if rest else [install]
+    (init,) = [c for c in cells if "\nray.init(" in f"\n{c.source}"]
+    pip = f'runtime_env={{"pip": "{LOCK}", '
+    init.source = init.source.replace("runtime_env={", pip)
     for cell in cells:
         if cell.cell_type == "markdown":
-            cell.source = addresses.rewrite("README.ipynb", cell.source)
-    return notebook
+            cell.source = absolute(cell.source, source)
+    return nbformat.from_dict(notebook | {"cells": cells})
+
+
+def requirements(checkout: Path, image: str) -> str:
+    """Those of requirements-gpu.txt that the image lacks.
+
+    Raises:
+        SystemExit: if the checkout doesn't know what the image has.
+    """
+    freeze = checkout / f"dependencies/images/{image.replace(':', '-')}.freeze.txt"
+    if not freeze.exists():
+        raise SystemExit(
+            f"{freeze} isn't there. In {REGISTRY}, scripts/depsets/refresh-image-freezes.py "
+            "writes it for a new version of Ray."
+        )
+    names = re.findall(r"(?m)^([\w.-]+)==", freeze.read_text())
+    shipped = {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    lines = re.findall(r"(?m)^\w.*", (ROOT / "requirements-gpu.txt").read_text())
+    python = {"python_version": re.search(r"-py3(\d+)", image).expand(r"3.\1")}
+    needed = []
+    for pin in map(Requirement, lines):
+        if re.sub(r"[-_.]+", "-", pin.name) in shipped:
+            continue
+        if pin.marker is None or pin.marker.evaluate(python):
+            pin.marker = None
+            needed.append(f"{pin}\n")
+    return f"# What {image} lacks\n" + "".join(needed)
 
 
 def with_entry(text: str, entry: str) -> str:
-    """BUILD.yaml with `entry` in place of the one of this template, or at its end."""
-    old = re.compile(rf"^- name: {NAME}\n(?: .*\n|\n(?= ))*", re.M)
+    """A YAML list with `entry` in place of the one of its name, or at its end."""
+    first = entry.splitlines()[0]
+    indent = re.match(" *", first)[0]
+    old = re.compile(
+        rf"^{re.escape(first)}\n(?:{indent} .*\n|\n(?={indent} [^-]))*", re.M
+    )
     if old.search(text):
         return old.sub(lambda _: entry, text)
     return f"{text.rstrip()}\n\n{entry}"
 
 
-def make_files(checkout: Path, source: str) -> dict[str, bytes]:
-    """The contents of all files, by their paths in the checkout."""
-    carried = carried_files()
-    addresses, guide = Addresses(carried, REGISTRY, source), "docs/guide.md"
-    notebook = make_notebook(addresses)
-    files = {there: (ROOT / path).read_bytes() for path, there in carried.items()}
-    pins = (ROOT / "requirements-gpu.txt").read_text()
+def publish(checkout: Path, source: str) -> None:
+    """Write the template, in place of what an earlier call wrote; the lock stays."""
+    notebook = make_notebook(source)
     entry = (ROOT / "configs/compute/BUILD.yaml").read_text()
-    (uri,) = re.findall(r"image_uri: (\S+)", entry)
-    pins = re.sub(r"(?m)^(#|ray).*\n", "", pins)
     entry = entry[entry.index("- name:") :]
-    texts = {
-        f"{FOLDER}/README.ipynb": nbformat.writes(notebook) + "\n",
-        f"{FOLDER}/README.md": render_readme.to_markdown(notebook),
-        f"{FOLDER}/{guide}": addresses.rewrite(guide, (ROOT / guide).read_text()),
-        f"{FOLDER}/requirements.txt": f"# What {uri} needs beside Ray\n{pins}",
-        f"tests/{NAME}/tests.sh": (TEXTS / "tests.sh").read_text(),
-        "BUILD.yaml": with_entry((checkout / "BUILD.yaml").read_text(), entry),
-    }
-    return files | {path: text.encode() for path, text in texts.items()}
-
-
-def publish(checkout: Path, source: str) -> list[str]:
-    """Write all files that differ, and remove ours that are no more; say which."""
-    if missing := [path for path in HOLDS if not (checkout / path).exists()]:
-        raise SystemExit(
-            f"{checkout} is no checkout of {REGISTRY}: it has no {missing[0]}."
-        )
-    if not re.fullmatch(rf"{GITHUB}[\w.-]+/[\w.-]+", source):
-        raise SystemExit(f"--source {source}: expected {GITHUB}OWNER/NAME.")
-    changed, files = [], make_files(checkout, source)
-    for name, contents in files.items():
+    image = re.search(r"image_uri: anyscale/(\S+)", entry)[1]
+    needed = requirements(checkout, image)
+    template = checkout / FOLDER
+    lock = template / LOCK
+    kept = lock.read_bytes() if lock.exists() else None
+    shutil.rmtree(template, ignore_errors=True)
+    for there, path in carried_files().items():
+        (checkout / there).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, checkout / there)
+    if kept is not None:
+        lock.write_bytes(kept)
+    (template / "README.ipynb").write_text(nbformat.writes(notebook) + "\n")
+    (template / "README.md").write_text(render_readme.to_markdown(notebook))
+    (template / "requirements.txt").write_text(needed)
+    depset = (PLACE / "depset.yaml").read_text()
+    lists = {"BUILD.yaml": entry, "dependencies/template.depsets.yaml": depset}
+    for name, entry in lists.items():
         path = checkout / name
-        if not path.is_file() or path.read_bytes() != contents:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(contents)
-            path.chmod(0o755 if path.suffix == ".sh" else 0o644)
-            changed.append(name)
-    for folder in ("ci", "configs", "docs", "images", "trainkit"):
-        for path in (checkout / FOLDER / folder).rglob("*.*"):
-            name = path.relative_to(checkout).as_posix()
-            if path.is_file() and name not in files:
-                path.unlink()
-                changed.append(f"{name} (removed)")
-    return changed
+        path.write_text(with_entry(path.read_text(), entry))
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, required=True, help="the checkout")
     parser.add_argument("--source", required=True, help="this repository on GitHub")
     options = parser.parse_args()
-    changed = publish(options.into.expanduser(), options.source.rstrip("/"))
-    print(*(changed or ["Nothing to change."]), sep="\n")
-    print(f"For the lock file, in {FOLDER}: {LOCK}")
-
-
-if __name__ == "__main__":
-    main()
+    publish(options.into, options.source.rstrip("/"))

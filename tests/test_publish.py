@@ -1,6 +1,5 @@
 """What ci/publish.py writes into a checkout of the registry that publishes the page."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,192 +8,111 @@ from pathlib import Path
 import nbformat
 import publish
 import pytest
-import render_readme
-import yaml
-from addresses import Addresses
 from conftest import ROOT
+from ruamel.yaml import YAML
 
-import trainkit.config
+from trainkit.config import load_config
 
-NAME, EXAMPLE = publish.NAME, publish.FOLDER
-BUILD = """\
-# owner: @someone
-- name: another  # in another style
-  dir: templates/another
-  cluster_env: {image_uri: "anyscale/ray:2.57.0-py312"}
-
-# owner: @somebody-else
-- name: the-last
-  dir: templates/the-last
-"""
 SOURCE = "https://github.com/someone/gpt2"
-THEIRS = [f"{folder}/another/file.yaml" for folder in ("templates", "configs", "tests")]
+FREEZE = "dependencies/images/ray-2.60.0-py312-cu129.freeze.txt"
+THEIRS = {
+    "BUILD.yaml": "# owner: @someone\n- name: another\n  dir: templates/another\n",
+    "dependencies/template.depsets.yaml": "depsets:\n  - name: another\n    output: a\n",
+    FREEZE: "Pydantic==2.12.3\nruamel.yaml==0.18.10\nray==2.60.0\n",
+    "templates/another/README.md": "theirs",
+}
 
 
-def snapshot(folder: Path) -> dict[str, tuple]:
-    """Each file's contents, permissions, and time of writing."""
+def contents(folder: Path) -> dict[str, bytes]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    about = [(path.read_bytes(), path.stat()) for path in files]
-    names = [path.relative_to(folder).as_posix() for path in files]
-    return {n: (b, s.st_mode, s.st_mtime_ns) for n, (b, s) in zip(names, about)}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory):
+def registry(tmp_path_factory) -> Path:
     """A small checkout of the registry, with the template in it."""
     folder = tmp_path_factory.mktemp("registry")
-    for name in THEIRS:
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text("theirs")
-    (folder / "BUILD.yaml").write_text(BUILD)
+    for name, text in THEIRS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
     publish.publish(folder, SOURCE)
-    (folder / EXAMPLE / "python_depset.lock").write_text("made there\n")
     return folder
 
 
 def test_registry_gets_what_it_wants_and_nothing_else(registry):
-    written = snapshot(registry)
-    assert all(written[path][0] == b"theirs" for path in THEIRS)
-    folders = (f"{EXAMPLE}/", f"configs/{NAME}/", f"tests/{NAME}/")
-    own = {path for path in written if path.startswith(folders)}
-    assert written.keys() - own == {"BUILD.yaml", *THEIRS}
-    assert {f"{EXAMPLE}/README.ipynb", f"{EXAMPLE}/configs/smoke.yaml"} < own
-    assert written[f"tests/{NAME}/tests.sh"][1] & 0o111
-    *_, entry = yaml.safe_load((registry / "BUILD.yaml").read_text())
-    assert (entry["name"], entry["dir"]) == (NAME, EXAMPLE)
-    assert entry["cluster_env"].keys() == {"image_uri"}
-    assert entry["test"]["tests_path"] == f"tests/{NAME}/"
-    assert entry["test"]["timeout_in_sec"] == 1800  # the registry's aim
-    for file in entry["compute_config"].values():
-        ours = ROOT / "configs/compute" / Path(file).name
-        assert written[file][0] == ours.read_bytes()
+    written = contents(registry)
+    folders = (
+        f"{publish.FOLDER}/",
+        f"configs/{publish.NAME}/",
+        f"tests/{publish.NAME}",
+    )
+    assert {name for name in written if not name.startswith(folders)} == {*THEIRS}
+    package = {path.name for path in (ROOT / "trainkit").glob("*.*")}
+    assert {
+        x.name for x in (registry / publish.FOLDER / "trainkit").iterdir()
+    } == package
+    build, depsets = (YAML(typ="safe").load(written[name]) for name in [*THEIRS][:2])
+    names = [entry["name"] for entry in (*build, *depsets["depsets"])]
+    assert names == ["another", publish.NAME, "another", names[3]]
+    for place in (build[1]["dir"], *build[1]["compute_config"].values()):
+        assert (registry / place).exists()
+    # A second time, old files of ours go, and the lock that was made there stays.
+    (registry / publish.FOLDER / "trainkit/old.py").touch()
+    (registry / publish.FOLDER / publish.LOCK).write_text("made there\n")
+    publish.publish(registry, SOURCE)
+    assert contents(registry) == written | {
+        f"{publish.FOLDER}/{publish.LOCK}": b"made there\n"
+    }
 
 
-def test_hooks_of_the_registry_have_nothing_to_change(registry, tmp_path):
-    """No space ends a line, one line break ends a file, and the page is plain nbconvert's."""
-    for name, (contents, *_) in snapshot(registry).items():
-        if name.endswith((".md", ".ipynb", ".yaml", ".txt", ".sh", ".py")):
-            text = contents.decode()
-            assert not re.search(r"[ \t]+$", text, re.M), name
-            assert name in THEIRS or re.search(r"\S\n\Z", text), name
-    command = [sys.executable, "-m", "nbconvert", "--to", "markdown"]
-    command += [str(registry / EXAMPLE / "README.ipynb"), "--output", "README"]
-    subprocess.run([*command, "--output-dir", str(tmp_path)], check=True)
-    found = (tmp_path / "README.md").read_bytes()
-    assert (registry / EXAMPLE / "README.md").read_bytes() == found
+def test_driver_and_workers_install_the_lock_of_what_the_image_lacks(registry):
+    template = registry / publish.FOLDER
+    code = "\n".join(
+        cell.source
+        for cell in nbformat.read(template / "README.ipynb", as_version=4).cells
+        if cell.cell_type == "code"
+    )
+    assert f"!uv pip install -r {publish.LOCK} --system" in code
+    assert f'ray.init(runtime_env={{"pip": "{publish.LOCK}", "py_modules"' in re.sub(
+        r"\(\n.*?(?=runtime_env)", "(", code, flags=re.S
+    )
+    pins = (template / "requirements.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.\[\]-]+==[\w.]+", pin) for pin in pins)
+    names = {re.match(r"[\w.-]+", pin)[0] for pin in pins}
+    assert {"jax", "flax", "tiktoken"} < names
+    assert not names & {"pydantic", "ruamel.yaml", "ray"}
+    with pytest.raises(SystemExit, match="ray-9.freeze.txt isn't there"):
+        publish.requirements(registry, "ray:9")
 
 
-def test_entry_is_added_and_replaced_and_others_keep_their_bytes(registry):
-    text = (registry / "BUILD.yaml").read_text()
-    entry = text.removeprefix(BUILD + "\n")
-    assert entry.startswith("- name: gpt2-jaxtrainer\n")
-    old = "- name: gpt2-jaxtrainer\n  dir: old # ours\n\n  test: {a: 1}\n"
-    between = BUILD.replace("# owner: @somebody", f"{old}\n# owner: @some")
-    assert publish.with_entry(between, entry) == between.replace(old, entry)
-    assert publish.with_entry(text, entry) == text
-    for end in ("", "\n\n"):
-        assert publish.with_entry(BUILD.rstrip() + end, entry) == text
-
-
-def test_registry_s_test_trains_on_the_gpus_for_a_few_steps(registry):
-    """The lines of tests.sh that make its configuration, run here."""
-    script = (registry / f"tests/{NAME}/tests.sh").read_text()
-    (lines,) = re.findall(r"^sed (?:.*\\\n)*.*\n", script, re.M)
-    folder = registry / EXAMPLE
-    subprocess.run(["bash", "-euc", lines], cwd=folder, check=True)
-    path = folder / re.search(r"GPT2_CONFIG=(\S+)", script)[1]
-    whole = trainkit.config.load_config(folder / "configs/stories.yaml")
-    few = trainkit.config.load_config(path)
-    path.unlink()
-    assert few.platform == "gpu" and few.max_steps <= 100 < whole.max_steps
-    assert few.eval_interval < few.max_steps
-    assert few.max_documents < whole.max_documents
-    assert (few.n_layer, few.batch_size) == (whole.n_layer, whole.batch_size)
-
-
-def test_every_address_is_absolute_and_leads_to_a_file(registry):
-    raw = "https://raw.githubusercontent.com/anyscale/templates"
-    here = rf"(?:{publish.REGISTRY}/(?:blob|tree)|{raw})/main/([^#]+)"
-    for page in ("README.md", "docs/guide.md"):
-        text = (registry / EXAMPLE / page).read_text()
-        text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-        found = re.findall(r"\]\(([^)]+)\)", text)
-        assert [to for to in found if not re.match("https://|#", to)] == []
-        paths = [match[1] for to in found if (match := re.match(here, to))]
-        assert any(path.endswith(".png") for path in paths) or "guide" in page
-        assert [path for path in paths if not (registry / path).exists()] == []
-
-
-def test_page_begins_as_the_registrys_do_and_shows_what_cells_showed(registry):
-    """And has nothing of what only is here."""
-    page = (registry / EXAMPLE / "README.md").read_text()
-    title, badges, *_ = page.split("\n\n")
-    assert title.startswith("# ") and badges.count("[![") == 2
-    assert f"to read, {publish.TIME}\n" in page
-    stories = (ROOT / "configs/stories.yaml").read_text()
-    assert f"that is {publish.TIME.split()[0]} minutes by arithmetic" in stories
-    assert f"template-preview/{NAME}" in badges
-    clone = f"git clone {publish.REGISTRY} && cd templates/{EXAMPLE}\n"
-    assert clone in page and "Anyscale-specific configuration" in page
+def test_page_is_plain_nbconverts_and_its_addresses_lead_to_files(registry, tmp_path):
+    template = registry / publish.FOLDER
+    command = [sys.executable, "-m", "nbconvert", "--to", "markdown", "README.ipynb"]
+    subprocess.run([*command, "--output-dir", tmp_path], cwd=template, check=True)
+    page = (template / "README.md").read_text()
+    assert (tmp_path / "README.md").read_text() == page
+    assert not re.search(r"[ \t]$", page, re.M)
+    assert page.count("[![") == 2 and "two CPU cores to" not in page
     assert "ci/" not in re.sub(r"https://\S+", "", page)
-    for name in re.findall(r"\b(?:requirements|configs/)[\w/-]*\.(?:txt|yaml)", page):
-        assert (registry / EXAMPLE / name).is_file() or not (ROOT / name).is_file()
-    last = json.loads(render_readme.OUTPUTS.read_text())
-    texts = [text for cell in last["cells"].values() if (text := cell.get("text"))]
-    assert page.count(f"*Output on two CPU cores, {last['date']}:*") == len(texts) > 5
-    assert all(f"```text\n{text}\n```" in page for text in texts)
+    assert re.findall(r"\]\((?!https://|#)", re.sub(publish.FENCE, "", page)) == []
+    there = re.findall(r"anyscale/templates/(?:(?:blob|tree)/)?main/([^)#]+)", page)
+    assert {Path(path).suffix for path in there} >= {".png", ".py"}
+    assert [path for path in there if not (registry / path).exists()] == []
+    with pytest.raises(SystemExit, match="names no/file.md, which isn't there"):
+        publish.absolute("[a](no/file.md)", SOURCE)
+    code = "```\n[a](no/file.md)\n```"
+    assert publish.absolute(code, SOURCE) == code
 
 
-def test_workers_get_the_package_and_the_requirements(registry):
-    notebook = nbformat.read(registry / EXAMPLE / "README.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    (init,) = [c.source for c in notebook.cells if "ray.init(" in c.source]
-    given = 'runtime_env={"pip": "requirements.txt", "py_modules": ["trainkit"], '
-    assert given in init
-    (install,) = [c for c in notebook.cells if publish.INSTALL in c.source]
-    assert install.metadata.tags == ["aside"]  # a job's script leaves it out
-    pins = (registry / EXAMPLE / "requirements.txt").read_text().splitlines()[1:]
-    ours = (ROOT / "requirements-gpu.txt").read_text().splitlines()[1:]
-    assert pins == [pin for pin in ours if not pin.startswith("ray[")] != ours
-
-
-RAW = "https://raw.githubusercontent.com/me/us/main/images/loss.png"
-US = "https://github.com/me/us"
-LICENSE = f"{US}/blob/main/LICENSE"
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("[a](docs/guide.md#x)", "[a](https://github.com/o/r/blob/main/t/guide.md#x)"),
-        ("[`c`](LICENSE)", f"[`c`]({LICENSE})"),
-        ("[d](trainkit)", f"[d]({US}/tree/main/trainkit)"),
-        ("![e](images/loss.png 'f')", f"![e]({RAW} 'f')"),
-        ('<img width=9 src="images/loss.png">', f'<img width=9 src="{RAW}">'),
-        ("[![g](images/loss.png)](LICENSE)", f"[![g]({RAW})]({LICENSE})"),
-        ("[h]: LICENSE", f"[h]: {LICENSE}"),
-        ("[i](#here) [j](https://k.l/m) [n](mailto:o@p.q)", None),
-        ("`[r](LICENSE)` and ``[s](`LICENSE)``", None),
-        ("```\n[t](LICENSE)\n```\n~~~\n[u](LICENSE)\n~~~", None),
-        ("```\nv\n```\n[w](LICENSE)", f"```\nv\n```\n[w]({LICENSE})"),
-    ],
-)
-def test_address(text, expected):
-    addresses = Addresses({"docs/guide.md": "t/guide.md"}, "https://github.com/o/r", US)
-    assert addresses.rewrite("README.md", text) == (expected or text)
-
-
-def test_what_is_wrong_is_named_and_nothing_is_written(registry, tmp_path):
-    for text in ("[a](no/file.md)", "[a](../..)"):
-        with pytest.raises(SystemExit, match="docs/guide.md names .*, which isn't"):
-            Addresses({}, US, SOURCE).rewrite("docs/guide.md", text)
-    before = snapshot(registry)
-    with pytest.raises(SystemExit, match="it has no BUILD.yaml"):
-        publish.publish(tmp_path, SOURCE)
-    with pytest.raises(SystemExit, match="--source http://x"):
-        publish.publish(registry, "http://x")
-    assert not [*tmp_path.iterdir()]
-    # A second time, old files of ours go, and a lock that was made there stays.
-    (registry / EXAMPLE / "trainkit/old.py").touch()
-    assert publish.publish(registry, SOURCE) == [f"{EXAMPLE}/trainkit/old.py (removed)"]
-    assert snapshot(registry) == before
+def test_registrys_test_runs_ours_and_a_few_steps(registry):
+    template = registry / publish.FOLDER
+    script = (registry / f"tests/{publish.NAME}/tests.sh").read_text()
+    (lines,) = re.findall(r"^sed (?:.*\\\n)*.*\n", script, re.M)
+    subprocess.run(["bash", "-euc", lines], cwd=template, check=True)
+    few = load_config(template / re.search(r"GPT2_CONFIG=(\S+)", script)[1])
+    assert few.eval_interval < few.max_steps <= 100 and few.machines == "gpu"
+    assert "python -m pytest tests" in script
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=template, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 12

@@ -25,11 +25,8 @@ PAGES = {  # in the header's order, under these names
     "CONTRIBUTING": "Contribute",
     "docs/upstream": "Upstream",
 }
-include_patterns = [
-    "README.ipynb",
-    *(f"{page}.md" for page in PAGES if page != root_doc),
-]
-exclude_patterns = [".*", "build", "storage"]  # folders not worth a walk
+include_patterns = ["README.ipynb", *(f"{page}.md" for page in PAGES)]
+exclude_patterns = ["README.md", ".*", "build", "storage"]
 
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
@@ -50,33 +47,24 @@ html_theme_options = {
     "navbar_end": ["theme-switcher"],
     "disable_search": True,  # there are few pages
     "navbar_persistent": [],
-    "secondary_sidebar_items": ["page-toc"],
-    "show_toc_level": 2,
 }
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_sidebars = {"**": []}
 html_static_path = ["static"]
 html_css_files = ["page.css"]
 html_copy_source = False
-html_use_index = False
 
 
 def add_contents(app, docname: str, source: list[str]) -> None:
-    """Add to the notebook what its cells showed, and the header's links.
-
-    (On GitHub, a directive would be noise.)
-    """
-    if docname != root_doc:
-        return
-    notebook = render_readme.with_outputs(nbformat.reads(source[0], as_version=4))
-    entries = [
-        f"{title} <{'self' if page == root_doc else page}>"
-        for page, title in PAGES.items()
-        if page in app.env.found_docs
-    ]
-    toctree = "\n".join(["```{toctree}", ":hidden:", "", *entries, "```"])
-    notebook.cells.append(nbformat.v4.new_markdown_cell(toctree))
-    source[0] = nbformat.writes(notebook)
+    """Add what the notebook's cells showed, and the header's links, noise on GitHub."""
+    if docname == root_doc:
+        notebook = nbformat.reads(source[0], as_version=4)
+        notebook = render_readme.with_outputs(notebook)
+        entries = [f"{title} <{page}>" for page, title in PAGES.items()]
+        entries[0] = f"{PAGES[root_doc]} <self>"
+        contents = "\n".join(["```{toctree}", ":hidden:", "", *entries, "```"])
+        notebook.cells.append(nbformat.v4.new_markdown_cell(contents))
+        source[0] = nbformat.writes(notebook)
 
 
 def setup(app) -> None:
