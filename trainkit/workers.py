@@ -3,6 +3,7 @@
 import ctypes
 import glob
 import importlib.util
+import logging
 import os
 import socket
 
@@ -100,6 +101,7 @@ def start(settings: dict) -> TrainingConfig:
             "jax_config=JaxConfig(use_gpu=True) to JaxTrainer."
         )
     config.split(jax.device_count())
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
     one = ray.data.ExecutionResources.for_limits(cpu=1)
