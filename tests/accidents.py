@@ -11,29 +11,28 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import psutil
 import pytest
 import ray
 import ray.train
 from conftest import read_arrays
-from samples import run
-
-import trainkit.checkpoints
-import trainkit.sharding
 
 
 def log_of(config) -> list[dict]:
     path = config.run_path / "metrics.jsonl"
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-    except OSError:  # not there yet, or, on an object store, replaced meanwhile
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def last_step(config) -> int:
     return max((line["step"] for line in log_of(config)), default=0)
+
+
+def saved(config) -> list[str]:
+    """The names of the run's whole checkpoints."""
+    return sorted(path.name for path in config.run_path.glob("step_????????"))
 
 
 def free_port() -> int:
@@ -64,12 +63,13 @@ def train_loop_of(tutorial, pause: float = 0):
     """The notebook's loop, on workers that leave their process ids, and how many they are.
 
     Args:
-        pause: seconds by which each step takes longer, for a run that would be over soon.
+        pause: seconds by which each logged step takes longer, for a run soon over.
     """
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
-        notes = Path(settings["data_dir"], "notes", settings["run_name"])
+        values = settings["config"]
+        notes = Path(values["data_dir"], "notes", values["run_name"])
         notes.mkdir(parents=True, exist_ok=True)
         context = ray.train.get_context()
         rank = context.get_world_rank()
@@ -77,15 +77,7 @@ def train_loop_of(tutorial, pause: float = 0):
         if rank == 0:
             with (notes / "world-sizes").open("a") as file:
                 print(context.get_world_size(), file=file)
-        names = train_loop.__globals__  # the worker's: the driver's would be a copy
-        train_step = names["train_step"]
-
-        def slow_train_step(*arguments):
-            time.sleep(pause)
-            return train_step(*arguments)
-
-        names["train_step"] = slow_train_step
-        train_loop(settings)
+        train_loop(settings, send=lambda _: time.sleep(pause))
 
     return loop
 
@@ -110,31 +102,33 @@ def kill_controller() -> None:
     raise AssertionError("no TrainController")
 
 
-def assert_equal_runs(config, reference) -> None:
-    """Bit for bit, every logged loss, each step once, up to the end of the first.
-
-    And if both end there: parameters, optimizer state, and step.
-    """
+def assert_equal_losses(config, reference) -> None:
+    """Bit for bit, every logged loss, each step once, up to the end of the first."""
     logs = log_of(config), log_of(reference)[: config.max_steps]
     for name in ("step", "loss", "grad_norm", "val_loss"):
         assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
-    newest = trainkit.checkpoints.list_saved(config)[0]
-    assert newest == f"step_{config.max_steps:08d}"
-    if config.max_steps == reference.max_steps:
-        states = (read_arrays(x.run_path / newest) for x in (config, reference))
-        for a, b in zip(*states, strict=True):
-            np.testing.assert_array_equal(a, b)
+
+
+def assert_equal_runs(config, reference) -> None:
+    """Bit for bit, every logged loss, and at the end parameters, optimizer, and step."""
+    assert_equal_losses(config, reference)
+    assert saved(config)[-1] == f"step_{config.max_steps:08d}"
+    states = (read_arrays(x.run_path / saved(x)[-1]) for x in (config, reference))
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run on a CPU in this process, without Ray Train."""
-    config = dataclasses.replace(
-        config,
-        **{"platform": "cpu", "num_workers": 1, "devices_per_worker": 1, "fsdp": 1},
-        **{"topology": None, "accelerator_type": None},
-    )
-    mesh, steps = trainkit.sharding.make_mesh(config), range(config.max_steps)
-    return run(tutorial, config, tutorial.read_batches(config, mesh, "train", steps))[1]
+    config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
+    mesh, losses = tutorial.create_mesh(config), []
+    state = tutorial.create_state(config)
+    with jax.set_mesh(mesh):
+        steps = range(config.max_steps)
+        for windows in tutorial.read_batches(config, mesh, "train", steps):
+            state, metrics = tutorial.train_step(state, windows, config)
+            losses.append(float(metrics["loss"]))
+    return losses
 
 
 def assert_losses_of_one_process(tutorial, config, atol: float = 1e-4) -> None:

@@ -1,18 +1,19 @@
 """Real JaxTrainer runs: two workers, one JAX program."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import numpy as np
 import pytest
 import ray.data
 import ray.train
-from accidents import log_of
+from accidents import log_of, saved
 from conftest import read_arrays
 from samples import add_from_guide
 
 import trainkit.checkpoints
-import trainkit.generate
 
 
 @pytest.mark.slow
@@ -26,14 +27,13 @@ def test_two_workers_train_evaluate_and_save(tutorial, reference):
 
     # The latest and the best are kept, and the result says where.
     best = sorted(losses, key=losses.get)[:2]
-    kept = {int(name[5:]) for name in trainkit.checkpoints.list_saved(config)}
-    assert kept == {72, *best}
+    assert saved(config) == [f"step_{step:08d}" for step in sorted({72, *best})]
     assert result.get_best_checkpoint("val_loss", "min").path.endswith(f"{best[0]:08d}")
     assert result.metrics["step"] == 72
     assert result.metrics["val_loss"] == pytest.approx(losses[72])
     folder = config.run_path / "step_00000072"
     assert result.checkpoint.path == str(folder)
-    model = trainkit.generate.load_model(tutorial.create_model, result.checkpoint)
+    model = trainkit.checkpoints.load_model(tutorial.create_model, result.checkpoint)
     assert model.config == config  # which is the checkpoint's metadata
 
     # Written once: no second copy of the arrays anywhere in the run's folder.
@@ -42,11 +42,33 @@ def test_two_workers_train_evaluate_and_save(tutorial, reference):
     assert size * 0.5 < found < size * 1.3
 
 
+@pytest.mark.slow
+def test_one_worker_continues_what_two_began(tutorial, cluster, reference):
+    """With the losses of two but for rounding; what is evaluated in between is the best.
+
+    Saves between evaluations have an infinite `val_loss`, or Ray would keep them.
+    """
+    config = dataclasses.replace(
+        reference, run_name="fewer", max_steps=24, checkpoint_interval=5
+    )
+    tutorial.make_trainer(config).fit()
+    assert saved(config) == ["step_00000012", "step_00000024"]
+    longer = dataclasses.replace(config, max_steps=37)
+    trainer = tutorial.make_trainer(longer)
+    trainer.scaling_config = dataclasses.replace(trainer.scaling_config, num_workers=1)
+    result = trainer.fit()
+    best = {checkpoint.path[-2:] for checkpoint, _ in result.best_checkpoints}
+    assert "37" in best and best <= {"12", "24", "36", "37"}
+    losses, expected = ([x["loss"] for x in log_of(c)] for c in (longer, reference))
+    assert losses[:24] == expected[:24] and losses[24:] != expected[24:37]
+    np.testing.assert_allclose(losses, expected[:37], atol=1e-4)
+
+
 @pytest.mark.extra
 def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     """No token files: documents are tokenized while two workers train on them."""
     sizes = {"vocab_size": 50_257, "block_size": 64, "batch_size": 8}
-    config = small(**sizes, num_workers=2, warmup_steps=2)
+    config = small(**sizes, warmup_steps=2)
     add_from_guide(tutorial, "train_on_stream")
     documents = ray.data.from_items([{"text": topics[name]} for name in [*topics][:12]])
     cut_windows = partial(tutorial.cut_windows, config=config)

@@ -28,6 +28,7 @@ from orbax.checkpoint import v1 as orbax
 
 from trainkit.config import TrainingConfig
 
+_PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP  # says a file system
 _lock: FileLock | None = None  # held until this process ends, however it does
 
@@ -35,7 +36,7 @@ _lock: FileLock | None = None  # held until this process ends, however it does
 def lock_run(config: TrainingConfig) -> None:
     """Keep other launches out of the run's folder, on the first worker, until it ends.
 
-    NFSv4 frees the lock of a node that died after about 90 s. Object stores have none.
+    Object stores have no locks.
 
     Raises:
         RuntimeError: workers of another launch have the run.
@@ -45,7 +46,7 @@ def lock_run(config: TrainingConfig) -> None:
         return
     config.run_path.mkdir(parents=True, exist_ok=True)
     file, holder = config.run_path / "lock", config.run_path / "locked-by.txt"
-    _lock = FileLock(file, timeout=150, fallback_to_soft=False)
+    _lock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
     try:
         _lock.acquire()
     except Timeout:
