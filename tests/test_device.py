@@ -3,6 +3,7 @@
 On a machine with GPUs or TPUs: JAX_PLATFORMS= python -m pytest -m device
 """
 
+import contextlib
 import dataclasses
 from functools import partial
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 pytestmark = pytest.mark.device
 KERNEL = {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"}[jax.default_backend()]
@@ -28,13 +29,17 @@ def distance(found, exact, least: float = 1e-30) -> float:
     return np.linalg.norm(found - exact) / max(np.linalg.norm(exact), least)
 
 
-@pytest.fixture
-def cpu():
-    return jax.default_device(jax.devices("cpu")[0])
+@contextlib.contextmanager
+def on_cpu():
+    """Let one device of the CPU be all that there is."""
+    device = jax.devices("cpu")[0]
+    mesh = Mesh(np.reshape(device, (1, 1, 1)), ("data", "fsdp", "tensor"))
+    with jax.default_device(device), jax.set_mesh(mesh):
+        yield
 
 
 @pytest.mark.parametrize("dtype", FAR)
-def test_gradients(tutorial, small, cpu, dtype):
+def test_gradients(tutorial, small, dtype):
     """The mean of two micro-batches on each device, with this platform's kernel."""
     devices = jax.device_count()
     sizes = {"batch_size": 2 * devices, "device_batch_size": 1, "loss_chunks": 2}
@@ -48,7 +53,7 @@ def test_gradients(tutorial, small, cpu, dtype):
     windows[1::2, ::2] = 7  # micro-batches differ, so that their mean counts
     create = jax.jit(tutorial.create_model, static_argnums=0)
     gradient = jax.value_and_grad(tutorial.loss_fn)
-    with cpu:
+    with on_cpu():
         model = create(ours)
         exact_loss, exact = jax.jit(gradient, static_argnums=2)(
             create(plain), windows, plain
@@ -67,7 +72,7 @@ def test_gradients(tutorial, small, cpu, dtype):
     assert max(distance(*pair, least) for pair in pairs) <= FAR[dtype][1]
 
 
-def test_attention(tutorial, small, cpu):
+def test_attention(tutorial, small):
     """The kernel of this platform, forward and backward, in bfloat16."""
 
     @partial(jax.jit, static_argnames=("compute_dtype", "attention"))
@@ -77,7 +82,7 @@ def test_attention(tutorial, small, cpu):
         return [y, *pull(weights.astype(y.dtype))]
 
     shape = (2, 2, WIDTHS["block_size"], WIDTHS["n_embd"])
-    with cpu:
+    with on_cpu():
         inputs = jax.random.normal(jax.random.key(0), shape)
         exact = run(*inputs, compute_dtype="float32", attention="xla")
     inputs = jax.device_put(inputs.astype(jnp.bfloat16), jax.devices()[0])
