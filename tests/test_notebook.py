@@ -64,7 +64,7 @@ def cells_of_a_job() -> list:
 
 def training_of(cells) -> str:
     """What the training cell printed."""
-    (cell,) = (c for c in cells if c.source.startswith("result = make_trainer(config)"))
+    (cell,) = (c for c in cells if "result = make_trainer(config)" in c.source)
     return text_of([cell])
 
 
@@ -107,7 +107,7 @@ def test_others_say_little(executed):
     """Of the lines of Ray's processes, all but the run's own; a hundred, if none is hidden."""
     prefix = r"(?m)^.*\((?:\S+ pid=\d+|raylet|autoscaler)[^)\n]*\)(?:\x1b\[0m)? *(\S.*)"
     lines = re.findall(prefix, text_of(executed))
-    ours = r"(step|workers) \d+ \||Continuing from"
+    ours = r"step \d+ \|| \| devices \d"
     others = [line for line in lines if not re.search(ours, line)]
     others = [line for line in others if "file system" not in line]  # of a full disk
     assert len(lines) - len(others) > 30 and len(others) <= 15, "\n".join(others)
@@ -124,21 +124,8 @@ def test_change_a_line_and_run_again(tmp_path):
     folder = tmp_path / "again"
     cells = run_notebook(folder, *again)[-len(again) :]
     text = training_of(cells)
-    assert "step 20 | tokens 10,240 |" in text and "Continuing from" not in text
+    assert "step 20 | tokens 10,240 |" in text and "continues" not in text
     assert len([*folder.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
-
-
-def test_code_that_the_page_folds_away_runs(tutorial):
-    """The requests for other machines, in step 1."""
-    cells = nbformat.read(ROOT / "README.ipynb", as_version=4).cells
-    (text,) = [cell.source for cell in cells if "two_gpus" in cell.source]
-    text = re.search(r"```python\n(.*?)```", text, re.S)[1]
-    names = dict(vars(tutorial))
-    exec(text.replace("ray.data.from_pandas(points)", "None"), names)
-    two_gpus = names["two_gpus"]
-    assert two_gpus.scaling_config.total_resources["GPU"] == 2
-    assert two_gpus.run_config.storage_path.startswith("s3://")
-    assert names["v6e_slice"].total_resources["TPU"] == 16
 
 
 def test_the_cells_of_a_job_lack_no_name():

@@ -1,7 +1,5 @@
 """A TPU v6e 4x4 slice, played by four Ray nodes whose workers simulate four chips each."""
 
-import dataclasses
-
 import pytest
 from accidents import (
     assert_losses_of_one_process,
@@ -12,9 +10,7 @@ from accidents import (
     wait_for,
     world_sizes,
 )
-from conftest import SLICE
-
-import trainkit.checkpoints
+from ray.train import ScalingConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("simulated")]
 
@@ -34,34 +30,20 @@ def add_host(cluster, name: str, host: int, pod_type: str, topology: str):
     )
 
 
-# Attention is XLA's: splash is a kernel for TPUs, which test_tpu_compile compiles.
-HOSTS = SLICE | {"num_workers": None, "batch_size": 32, "fsdp": 4, "n_layer": 1}
-HOSTS |= {"eval_steps": 1, "cpus_per_worker": 1}
-ALONE = {"topology": None, "accelerator_type": None, "devices_per_worker": 8}
+# Attention is XLA's: splash is a kernel for TPUs, which benchmarks/compile.py compiles.
+MODEL = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_steps": 1}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, pytest.param(ALONE, marks=pytest.mark.extra)], ids=["4x4", "alone"]
-)
-def test_slice_trains_and_saves(tutorial, head, small, write_bins, changes):
-    """The notebook's loop and TPU configuration, with a small model, which four chips share.
-
-    Or a host by itself, as on Colab and Kaggle: no slice, no topology, a v5e-8.
-    """
-    if changes:
-        head.add_node(num_cpus=1, resources={"TPU": 8})
-    else:
-        for host in range(4):
-            add_host(head, "slice-0", host, "v6e-16", "4x4")
+def test_slice_trains_and_saves(tutorial, head, small, write_bins):
+    """The notebook's loop and its TPU machines, with a small model, which four chips share."""
+    for host in range(4):
+        add_host(head, "slice-0", host, "v6e-16", "4x4")
     head.wait_for_nodes()
-    config = small(**HOSTS | {"max_steps": 3, "eval_interval": 3} | changes)
+    config = small(machines="v6e_4x4", max_steps=3, eval_interval=3, **MODEL)
     write_bins(config, val_tokens=1_001)
     result = tutorial.make_trainer(config).fit()
     assert result.error is None and result.metrics["step"] == 3
     assert_losses_of_one_process(tutorial, config)
-    settings = trainkit.checkpoints.newest_settings(config)
-    found = settings["num_workers"], settings["devices_per_worker"]
-    assert found == ((1, 8) if changes else (4, 4))
 
 
 @pytest.mark.extra
@@ -72,13 +54,18 @@ def test_an_elastic_run_on_two_slices_shrinks_and_grows(
     slices = [add_host(head, f"slice-{i}", 0, "v6e-4", "2x2") for i in range(2)]
     head.wait_for_nodes()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "15")
-    changes = {"num_workers": [1, 2], "max_steps": 100, "topology": "2x2"}
-    config = small(**HOSTS | changes | {"learning_rate": 1e-3})
+    scaling = ScalingConfig(
+        num_workers=(1, 2),
+        use_tpu=True,
+        topology="2x2",
+        accelerator_type="TPU-V6E",
+        resources_per_worker={"TPU": 4},
+        elastic_resize_monitor_interval_s=2.0,
+    )
+    monkeypatch.setitem(tutorial.SCALING, "slices", scaling)
+    config = small(machines="slices", max_steps=100, learning_rate=1e-3, **MODEL)
     write_bins(config, val_tokens=1_001)
     trainer = tutorial.make_trainer(config, train_loop_of(tutorial, pause=0.4))
-    trainer.scaling_config = dataclasses.replace(
-        trainer.scaling_config, elastic_resize_monitor_interval_s=2.0
-    )
     with in_the_background(trainer.fit) as result:
         wait_for(lambda: last_step(config) >= 12, what="step 12")
         lose(head, slices[1])
