@@ -67,7 +67,9 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
         raise ValueError(f"init_from: lm_head in {path} isn't wte, as in GPT-2")
     # `_to_tensors` cuts and joins, so its transpose joins and cuts.
     shardings = jax.tree.map(lambda x: x.sharding, (model,))
-    to_model = jax.jit(jax.linear_transpose(_to_tensors, model), out_shardings=shardings)
+    to_model = jax.jit(
+        jax.linear_transpose(_to_tensors, model), out_shardings=shardings
+    )
     return to_model(tensors)[0]
 
 

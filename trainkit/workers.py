@@ -34,7 +34,8 @@ def check(config: TrainingConfig, scaling: ScalingConfig) -> None:
         ValueError: as `config.split` says, for any number of workers of an elastic run.
     """
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
-    for workers in {scaling.min_workers, scaling.max_workers}:
+    step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
+    for workers in range(scaling.min_workers, scaling.max_workers + 1, step):
         config.split(int(workers * each))
     asked = scaling.total_resources
     share = scaling.min_workers / scaling.max_workers
