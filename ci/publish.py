@@ -15,7 +15,6 @@ from pathlib import Path
 
 import nbformat
 import render_readme
-from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "ci/places/anyscale"
@@ -26,21 +25,22 @@ LOCK = "python_depset.lock"  # which the registry's tools make
 INSTALL = (
     f"!uv pip install -r {LOCK} --system --no-deps --index-strategy unsafe-best-match"
 )
-CARRIED = ("LICENSE", ".gitignore", "trainkit/*.*", "configs/*.yaml")
-TESTS = ("conftest", "test_config", "test_layers", "test_token_files")
+TESTS = ("conftest", "test_config", "test_token_files")
 FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def carried_files() -> dict[str, Path]:
     """The files that come along as they are, by their paths in the checkout."""
-    paths = [path for pattern in CARRIED for path in ROOT.glob(pattern)]
+    patterns = ("LICENSE", ".gitignore", "trainkit/*.*", "configs/*.yaml")
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     shown = re.findall(r"\]\((images/[^)]+)\)", (ROOT / "README.md").read_text())
     paths += [ROOT / image for image in shown]
     files = {f"{FOLDER}/{path.relative_to(ROOT)}": path for path in paths}
-    tests = [ROOT / "ci/notebook_module.py"]
-    tests += [ROOT / f"tests/{name}.py" for name in TESTS]
-    files |= {f"{FOLDER}/tests/{path.name}": path for path in tests}
+    tests = [ROOT / f"tests/{name}.py" for name in TESTS]
+    for path in [ROOT / "ci/notebook_module.py", *tests]:
+        files[f"{FOLDER}/tests/{path.name}"] = path
+    files[f"{FOLDER}/requirements.txt"] = PLACE / "requirements.txt"
     files[f"tests/{NAME}/tests.sh"] = PLACE / "tests.sh"
     for cloud in ("aws.yaml", "gce.yaml"):
         files[f"configs/{NAME}/{cloud}"] = ROOT / "configs/compute" / cloud
@@ -65,8 +65,7 @@ def absolute(text: str, source: str) -> str:
         if picture:
             base = base.replace("github.com", "raw.githubusercontent.com")
             return f"![{label}]({base}/main/{there})"
-        kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"[{label}]({base}/{kind}/main/{there}{anchor})"
+        return f"[{label}]({base}/blob/main/{there}{anchor})"  # or a folder's tree
 
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(change, part) for part in parts[::2]]
@@ -100,68 +99,32 @@ def make_notebook(source: str) -> nbformat.NotebookNode:
     return nbformat.from_dict(notebook | {"cells": cells})
 
 
-def requirements(checkout: Path, image: str) -> str:
-    """Those of requirements-gpu.txt that the image lacks.
-
-    Raises:
-        SystemExit: if the checkout doesn't know what the image has.
-    """
-    freeze = checkout / f"dependencies/images/{image.replace(':', '-')}.freeze.txt"
-    if not freeze.exists():
-        raise SystemExit(
-            f"{freeze} isn't there. In {REGISTRY}, scripts/depsets/refresh-image-freezes.py "
-            "writes it for a new version of Ray."
-        )
-    names = re.findall(r"(?m)^([\w.-]+)==", freeze.read_text())
-    shipped = {re.sub(r"[-_.]+", "-", name).lower() for name in names}
-    lines = re.findall(r"(?m)^\w.*", (ROOT / "requirements-gpu.txt").read_text())
-    python = {"python_version": re.search(r"-py3(\d+)", image).expand(r"3.\1")}
-    needed = []
-    for pin in map(Requirement, lines):
-        if re.sub(r"[-_.]+", "-", pin.name) in shipped:
-            continue
-        if pin.marker is None or pin.marker.evaluate(python):
-            pin.marker = None
-            needed.append(f"{pin}\n")
-    return f"# What {image} lacks\n" + "".join(needed)
-
-
-def with_entry(text: str, entry: str) -> str:
-    """A YAML list with `entry` in place of the one of its name, or at its end."""
-    first = entry.splitlines()[0]
-    indent = re.match(" *", first)[0]
-    old = re.compile(
-        rf"^{re.escape(first)}\n(?:{indent} .*\n|\n(?={indent} [^-]))*", re.M
-    )
-    if old.search(text):
-        return old.sub(lambda _: entry, text)
-    return f"{text.rstrip()}\n\n{entry}"
+def set_entry(path: Path, entry: str) -> None:
+    """Write `entry` into a YAML list, in place of the one of its name, or at its end."""
+    first = re.escape(entry.splitlines()[0])
+    old = re.compile(rf"^{first}\n(?:(?! *(?:- name:|#)).+\n)*", re.M)
+    text = path.read_text()
+    if not old.search(text):
+        path.write_text(f"{text.rstrip()}\n\n{entry}")
+    else:
+        path.write_text(old.sub(lambda _: entry, text))
 
 
 def publish(checkout: Path, source: str) -> None:
     """Write the template, in place of what an earlier call wrote; the lock stays."""
-    notebook = make_notebook(source)
-    entry = (ROOT / "configs/compute/BUILD.yaml").read_text()
-    entry = entry[entry.index("- name:") :]
-    image = re.search(r"image_uri: anyscale/(\S+)", entry)[1]
-    needed = requirements(checkout, image)
-    template = checkout / FOLDER
-    lock = template / LOCK
-    kept = lock.read_bytes() if lock.exists() else None
-    shutil.rmtree(template, ignore_errors=True)
+    notebook, template = make_notebook(source), checkout / FOLDER
+    for path in template.rglob("*.*"):
+        if path.is_file() and path.name != LOCK:
+            path.unlink()
     for there, path in carried_files().items():
         (checkout / there).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, checkout / there)
-    if kept is not None:
-        lock.write_bytes(kept)
     (template / "README.ipynb").write_text(nbformat.writes(notebook) + "\n")
     (template / "README.md").write_text(render_readme.to_markdown(notebook))
-    (template / "requirements.txt").write_text(needed)
-    depset = (PLACE / "depset.yaml").read_text()
-    lists = {"BUILD.yaml": entry, "dependencies/template.depsets.yaml": depset}
-    for name, entry in lists.items():
-        path = checkout / name
-        path.write_text(with_entry(path.read_text(), entry))
+    entry = (ROOT / "configs/compute/BUILD.yaml").read_text()
+    set_entry(checkout / "BUILD.yaml", entry[entry.index("- name:") :])
+    depsets = checkout / "dependencies/template.depsets.yaml"
+    set_entry(depsets, (PLACE / "depset.yaml").read_text())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import nbformat
@@ -27,41 +26,23 @@ from nbconvert import MarkdownExporter
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUTS = ROOT / "docs/outputs.json"
 RAY = re.compile(r"^(\x1b\[\d+m)?\((RayTrainWorker|TrainController) .*?\)(\x1b\[0m)? ?")
-NOISE = re.compile(r"^\[Gloo\]|^(\x1b\[\d+m)?\(raylet\)")
 STEP = re.compile(r"^step \d+ \|")
 
 
-def run(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """Run the notebook in its smoke form, in a copy of what it needs."""
+def run(notebook: nbformat.NotebookNode, folder: Path) -> dict[str, dict]:
+    """Run the notebook's smoke form in `folder`, with a copy of what it needs.
+
+    Returns:
+        what each code cell showed, by its id; plots go to the files their cells name.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("trainkit", "configs"):
         shutil.copytree(ROOT / name, folder / name)
     os.environ |= {"RAY_ADDRESS": "local", "GPT2_CONFIG": "configs/smoke.yaml"}
-    resources = {"metadata": {"path": str(folder)}}
-    return NotebookClient(notebook, timeout=900, resources=resources).execute()
-
-
-def shorten(text: str) -> str:
-    """What a cell printed, without Ray's prefixes; of a log's steps, the first and last."""
-    lines = [RAY.sub("", line).rstrip() for line in text.strip("\n").splitlines()]
-    lines = [line for line in lines if not NOISE.match(line)]
-    if any(map(STEP.match, lines)):
-        lines = [line for line in lines if line]
-    shown = []
-    for is_step, group in itertools.groupby(lines, lambda line: bool(STEP.match(line))):
-        group = [*group]
-        if is_step and len(group) > 2:
-            group[1:-1] = ["..."]
-        shown += group
-    return "\n".join(shown)
-
-
-def collect(executed: nbformat.NotebookNode, folder: Path) -> dict[str, dict]:
-    """What each code cell showed, by its id; plots go to the files their cells name."""
+    where = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=900, resources=where).execute()
     found = {}
-    for cell in executed.cells:
-        if cell.cell_type != "code":
-            continue
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         text = ""
         for output in cell.outputs:
             data = output.get("data", {})
@@ -75,6 +56,18 @@ def collect(executed: nbformat.NotebookNode, folder: Path) -> dict[str, dict]:
         text = shorten(text).replace(str(folder), ".")
         found[cell.id] = {"code": cell.source, "text": text}
     return found
+
+
+def shorten(text: str) -> str:
+    """What a cell printed, without Ray's prefixes; of a log's steps, the first and last."""
+    lines = [RAY.sub("", line).rstrip() for line in text.strip("\n").splitlines()]
+    shown = []
+    for is_step, group in itertools.groupby(lines, lambda line: bool(STEP.match(line))):
+        group = [*group]
+        if is_step and len(group) > 2:
+            group[1:-1] = ["..."]
+        shown += group
+    return "\n".join(shown)
 
 
 def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -115,37 +108,19 @@ def to_markdown(notebook: nbformat.NotebookNode) -> str:
     return MarkdownExporter().from_notebook_node(notebook)[0].strip() + "\n"
 
 
-def count_package(text: str) -> str:
-    """`text` with the size of the package as it is, such as "1,500 lines in 11 modules"."""
-    modules = [*(ROOT / "trainkit").glob("*.py")]
-    lines = sum(len(path.read_text().splitlines()) for path in modules)
-    size = f"{round(lines, -2):,} lines in {len(modules)} modules"
-    return re.sub(r"[\d,]+ lines in \d+ modules", size, text)
-
-
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     source, readme = ROOT / "README.ipynb", ROOT / "README.md"
-    if not options.check:
-        source.write_text(count_package(source.read_text()))
-    notebook = nbformat.read(source, as_version=4)
     if options.run:
-        folder = ROOT / "build/page"
-        cells = collect(run(nbformat.from_dict(notebook), folder), folder)
-        last = {"date": datetime.date.today().isoformat(), "cells": cells}
+        shown = run(nbformat.read(source, as_version=4), ROOT / "build/page")
+        last = {"date": datetime.date.today().isoformat(), "cells": shown}
         OUTPUTS.write_text(json.dumps(last, indent=1) + "\n")
-        notebook = nbformat.read(source, as_version=4)
-    rendered = to_markdown(with_outputs(notebook))
+    rendered = to_markdown(with_outputs(nbformat.read(source, as_version=4)))
     if not options.check:
         readme.write_text(rendered)
-        return 0
-    pages = [text.splitlines(keepends=True) for text in (readme.read_text(), rendered)]
-    sys.stdout.writelines(difflib.unified_diff(*pages, "README.md", "README.ipynb"))
-    return int(pages[0] != pages[1])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    elif rendered != readme.read_text():
+        pages = [x.splitlines(keepends=True) for x in (readme.read_text(), rendered)]
+        raise SystemExit("".join(difflib.unified_diff(*pages, "README.md", "rendered")))

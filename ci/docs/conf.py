@@ -1,7 +1,6 @@
 """Sphinx settings that show the repository's pages as Ray's documentation would.
 
-The theme, the extensions that touch a notebook, and MyST's options are those of Ray's
-own doc/source/conf.py; `bash ci/docs.sh` builds the pages.
+The theme and the extensions are those of Ray's own doc/source/conf.py.
 """
 
 import sys
@@ -31,16 +30,7 @@ exclude_patterns = ["README.md", ".*", "build", "storage"]
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
 myst_heading_anchors = 3
-myst_enable_extensions = [
-    "amsmath",
-    "colon_fence",
-    "deflist",
-    "dollarmath",
-    "html_admonition",
-    "html_image",
-    "replacements",
-    "smartquotes",
-]
+myst_enable_extensions = ["dollarmath", "html_image", "smartquotes"]
 
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {
