@@ -18,13 +18,35 @@ from trainkit.config import TrainingConfig
 _SPLASH_BLOCK = 512  # tokens that the TPU's kernel takes at once
 
 
+def check_parameters(model: nnx.Module) -> nnx.Module:
+    """`model`, if all its arrays are parameters that a train step treats right.
+
+    A step trains every array of a model, in float32. It would train a table of constants, forget
+    what dropout and batch norms count, and train what stands in two places as two arrays.
+
+    Raises:
+        ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
+    """
+    places = {}
+    leaves = jax.tree.leaves_with_path(
+        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for path, x in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        other = places.setdefault(id(x), name)
+        if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
+            raise ValueError(
+                f"create_model: {name} is {type(x).__name__} of {x.dtype}, also {other}: "
+                "expected each array once, as an nnx.Param of float32"
+            )
+    return model
+
+
 def on_each_device(kernel: Callable) -> Callable:
     """`kernel(q, k, v)` of arrays [B, T, H, D/H], run by each device on its part of B and H.
 
     XLA can't look into a kernel to divide its work, as it divides all else.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return kernel
     part = P("fsdp", None, "tensor")
     return jax.shard_map(kernel, in_specs=part, out_specs=part, check_vma=False)
 
