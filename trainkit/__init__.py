@@ -12,14 +12,13 @@ run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """
 
-import logging
 import os
 import sys
 
 # What Ray and JAX say of each start, and a notebook needn't show.
 _STARTS = (
-    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank|Requesting resources",
-    r"Attempting to start|PreemptionWatcher|preemption_sync|exclude_resources",
+    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank",
+    r"Requesting resources|Attempting to start|PreemptionWatcher|preemption_sync",
 )
 
 
@@ -31,8 +30,7 @@ def set_up_driver() -> None:
     """
     if "jax" in sys.modules and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise RuntimeError(
-            "jax was imported before trainkit.set_up_driver(), and may hold the devices that "
-            "workers need. Restart the kernel and run the cells from the first."
+            "jax is imported already. Restart the kernel, and run all cells."
         )
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
     os.environ.setdefault(
@@ -43,8 +41,6 @@ def set_up_driver() -> None:
     os.environ.setdefault(
         "RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_STARTS)
     )  # "" shows all
-    for name in ("_private.authentication", "_private.runtime_env", "data._internal"):
-        logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

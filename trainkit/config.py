@@ -26,7 +26,7 @@ from trainkit import tokenizers
 
 
 def _absolute(place: str) -> str:
-    """Workers run in folders of their own, where a relative path would mislead them."""
+    """A path that means the same to workers, which run in folders of their own."""
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
@@ -48,9 +48,7 @@ class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
     dataset: str = "openwebtext"  # the name of a function in the notebook's step 2
-    tokenizer: PathOrName = "gpt2"  # of tiktoken, "builtin", or of Hugging Face: a
-    # tokenizer.json, a folder with one, such as ./mine, or a name on the hub
-
+    tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12
@@ -72,17 +70,13 @@ class RecipeConfig:
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TrainingConfig(RecipeConfig):
-    """Everything that decides a run: the recipe, the machines, the loop, and the places.
-
-    Beside the recipe, other values change how fast the result comes, and the result by no
-    more than rounding.
-    """
+    """The recipe, and what changes the result by no more than rounding."""
 
     attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
     scan_layers: bool = False  # one compiled block in a loop: for many layers
 
-    machines: str = "gpu"  # the name of an entry of SCALING in the notebook's step 5
+    machines: str = "gpu"  # the name of an entry of SCALING in the notebook's step 6
     device_batch_size: PositiveInt = 32  # windows that a device takes at once, at most
     fsdp: PositiveInt = 1  # mesh axes; the data axis takes what these two leave
     tensor_parallel: PositiveInt = 1
@@ -95,9 +89,7 @@ class TrainingConfig(RecipeConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: Positive = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: str | None = (
-        None  # None: one with a fingerprint, in the notebook's step 5
-    )
+    run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
     data_dir: Folder = "data"  # on storage that all nodes share, as the next one
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
@@ -114,9 +106,8 @@ class TrainingConfig(RecipeConfig):
     @property
     def recipe(self) -> dict[str, str | int | float | None]:
         """What decides the result, as plain data; of paths, the last part."""
-        recipe = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(RecipeConfig)
-        }
+        keys = [field.name for field in dataclasses.fields(RecipeConfig)]
+        recipe = {key: getattr(self, key) for key in keys}
         for key in ("tokenizer", "init_from"):  # storage may be mounted elsewhere
             if os.path.isabs(recipe[key] or ""):
                 recipe[key] = os.path.basename(recipe[key])
@@ -128,11 +119,7 @@ class TrainingConfig(RecipeConfig):
         return epath.Path(self.storage_path) / self.run_name
 
     def micro_batches(self, shards: int) -> int:
-        """The equal parts that a device's windows go through in, as few as fit.
-
-        Args:
-            shards: the devices that share a batch, along the axes data and fsdp.
-        """
+        """The equal parts, as few as fit, of what each of so many shards has of a batch."""
         windows = self.batch_size // shards
         fewest = math.ceil(windows / self.device_batch_size)
         return next(n for n in range(fewest, windows + 1) if windows % n == 0)

@@ -26,12 +26,9 @@ def default_config() -> str:
 
 
 def check(config: TrainingConfig, scaling: ScalingConfig) -> None:
-    """Refuse workers that can't share a batch, and say what the cluster lacks for them.
+    """Refuse workers that can't share a batch, as `config.split` does, and say what lacks.
 
     Machines may still come, so Ray waits for those that aren't there.
-
-    Raises:
-        ValueError: as `config.split` says, for any number of workers of an elastic run.
     """
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
     step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
@@ -74,7 +71,7 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
 
 
 def start(settings: dict) -> TrainingConfig:
-    """Start as one of the workers: have the run, the right tokens, and the right devices.
+    """Start as one of the workers; only one launch has the run, with the same tokens on all.
 
     Args:
         settings: `config`, the values of a `TrainingConfig`, and `tokens`, what
@@ -82,7 +79,7 @@ def start(settings: dict) -> TrainingConfig:
 
     Raises:
         RuntimeError: another launch has the run, or the workers form no JAX program.
-        ValueError: this node has other tokens, or as `config.split` says.
+        ValueError: this node has other tokens, or devices that can't share a batch.
     """
     config = TrainingConfig(**settings["config"])
     checkpoints.lock_run(config)
@@ -112,12 +109,10 @@ def start(settings: dict) -> TrainingConfig:
 
 
 def use_assigned_gpus() -> None:
-    """Let this process see the GPUs that Ray assigned to it, where Ray doesn't see to it.
+    """Let this process see the GPUs that Ray assigned to it. Call this before JAX sees one.
 
-    Ray 2.60 assigns every worker its GPUs, but its JAX backend then numbers them from 0, as if
-    each worker had a node of its own (docs/upstream.md): two workers of one node would both
-    take GPU 0. A Ray that numbers them in another way is left alone. Call this before anything
-    asks JAX for a device.
+    Ray 2.60 numbers the GPUs of each worker from 0, as if each had a node of its own
+    (docs/upstream.md). A Ray that numbers them in another way is left alone.
     """
     assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     from_zero = ",".join(map(str, range(len(assigned))))
@@ -129,9 +124,8 @@ def use_assigned_gpus() -> None:
 def _load_cuda_libraries() -> None:
     """Load those of pip's CUDA libraries that JAX leaves to the system to find.
 
-    JAX loads by path what it calls itself. What these libraries call in turn, the system looks
-    for by name, and a library of the image, in this node's LD_LIBRARY_PATH, would come before
-    pip's. What is loaded already isn't looked for.
+    JAX loads by path what it calls itself. What that calls in turn, the system would find by
+    name, in the image's folders before pip's, if it weren't loaded already.
     """
     nvidia = importlib.util.find_spec("nvidia")
     for folder in nvidia.submodule_search_locations if nvidia else []:
