@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import psutil
 import pytest
 import ray
 import ray.train
@@ -54,13 +53,8 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
         time.sleep(pause)
 
 
-def notes_of(config) -> Path:
-    """A folder of this machine with what the run's workers leave for a test."""
-    return Path(config.data_dir, "notes", config.run_name)
-
-
 def train_loop_of(tutorial, pause: float = 0):
-    """The notebook's loop, on workers that leave their process ids, and how many they are.
+    """The notebook's loop; at each start, workers note their process and how many they are.
 
     Args:
         pause: seconds by which each logged step takes longer, for a run soon over.
@@ -68,38 +62,31 @@ def train_loop_of(tutorial, pause: float = 0):
     train_loop = tutorial.train_loop_per_worker
 
     def loop(settings: dict) -> None:
-        values = settings["config"]
-        notes = Path(values["data_dir"], "notes", values["run_name"])
-        notes.mkdir(parents=True, exist_ok=True)
         context = ray.train.get_context()
-        rank = context.get_world_rank()
-        (notes / f"pid-{rank}").write_text(str(os.getpid()))
-        if rank == 0:
-            with (notes / "world-sizes").open("a") as file:
-                print(context.get_world_size(), file=file)
+        places = settings["config"]["data_dir"], settings["config"]["run_name"]
+        with open(
+            "{}-{}".format(*places) + f"-{context.get_world_rank()}", "a"
+        ) as file:
+            print(os.getpid(), context.get_world_size(), file=file)
         train_loop(settings, send=lambda _: time.sleep(pause))
 
     return loop
 
 
-def kill(config, rank: int, number: int = signal.SIGKILL) -> None:
-    """Send one of the run's workers a signal."""
-    os.kill(int((notes_of(config) / f"pid-{rank}").read_text()), number)
+def starts_of(config, rank: int = 0) -> list[list[int]]:
+    """At each start of a worker, its process id, and how many workers there were."""
+    path = Path(f"{config.data_dir}-{config.run_name}-{rank}")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [[int(number) for number in line.split()] for line in lines]
 
 
 def world_sizes(config) -> list[int]:
-    """How many workers the run had at each of its starts."""
-    path = notes_of(config) / "world-sizes"
-    return [int(x) for x in path.read_text().split()] if path.exists() else []
+    return [size for _, size in starts_of(config)]
 
 
-def kill_controller() -> None:
-    """That of the cluster that this process has started; other tests have their own."""
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "ray::TrainController" in " ".join(process.cmdline()):
-                return process.kill()
-    raise AssertionError("no TrainController")
+def kill(config, rank: int, number: int = signal.SIGKILL) -> None:
+    """Send one of the run's workers a signal."""
+    os.kill(starts_of(config, rank)[-1][0], number)
 
 
 def assert_equal_losses(config, reference) -> None:
@@ -162,16 +149,22 @@ def missing(what: str) -> None:
 
 
 @contextlib.contextmanager
-def disk_of(folder: Path, megabytes: float):
-    """A file system of its own, in memory; the test is skipped where it can't be made."""
+def disk_of(folder: Path, megabytes: int):
+    """A file system of its own, in memory; gives a function that leaves so many bytes free."""
     folder.mkdir(parents=True, exist_ok=True)
-    size = f"size={int(megabytes * 1024)}k"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     result = subprocess.run(mount, capture_output=True, text=True)
     if result.returncode:
         missing(f"a small disk: {result.stderr.strip()}")
+
+    def leave(free: int) -> None:
+        found = os.statvfs(folder)
+        with (folder / "filler").open("wb") as file:
+            taken = found.f_bavail * found.f_frsize - free
+            os.posix_fallocate(file.fileno(), 0, max(taken, 1))
+
     try:
-        yield folder
+        yield leave
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
 

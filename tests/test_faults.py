@@ -5,13 +5,14 @@ Nodes are played by a local Ray cluster.
 
 import contextlib
 import dataclasses
-import os
+import math
 import shutil
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import ray.train
@@ -20,9 +21,7 @@ from accidents import (
     disk_of,
     in_the_background,
     kill,
-    kill_controller,
     last_step,
-    log_of,
     lose,
     saved,
     train_loop_of,
@@ -30,7 +29,8 @@ from accidents import (
     world_sizes,
 )
 from ray.core.generated import autoscaler_pb2
-from ray.train.v2.api.exceptions import ControllerError
+
+import trainkit.checkpoints
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -54,12 +54,20 @@ def on_two_nodes(tutorial, config, pause: float = 0):
     return trainer
 
 
+def kill_controller() -> None:
+    """That of the cluster that this process has started; other tests have their own."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "ray::TrainController" in " ".join(process.cmdline()):
+                return process.kill()
+    raise AssertionError("no TrainController")
+
+
 @pytest.mark.slow
 def test_one_accident_after_the_other(tutorial, reference, two_nodes):
     """A node goes away while a checkpoint is written, and another one comes in its place.
 
-    Then the controller dies, and so `fit`. The next launch goes on, once the workers that
-    outlived it are gone.
+    Then the controller dies, and so `fit`. The next launch goes on.
     """
     config = dataclasses.replace(reference, run_name="accidents")
 
@@ -76,70 +84,45 @@ def test_one_accident_after_the_other(tutorial, reference, two_nodes):
         with pytest.raises(ray.exceptions.ActorDiedError):  # `fit` says so
             result()
     assert world_sizes(config) == [2, 2]
-    result = on_two_nodes(tutorial, config).fit()
-    assert result.error is None and result.metrics["step"] == config.max_steps
+    assert on_two_nodes(tutorial, config).fit().metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 
 
 @pytest.mark.slow
 def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, reference):
-    """A crash before Ray's record; a deleted checkpoint; an emptied record; damage.
-
-    Of a run that is whole again each time, and whose result is its last step.
-    """
+    """A crash before Ray's record; a deleted checkpoint; an emptied record."""
     config = dataclasses.replace(reference, run_name="harmed", max_failures=0)
     shutil.copytree(reference.run_path, config.run_path)
     newest, record = config.run_path / saved(config)[-1], config.run_path / RECORD
-    as_before = record.read_text()
-
-    def finish(says: type[Exception] | None = None, match: str = "") -> None:
-        trainer = tutorial.make_trainer(config)
-        if says:
-            with pytest.raises(says, match=match):
-                trainer.fit()
+    refused = [None, "does not exist anymore", "Expecting value"]
+    harms = [record.unlink, newest.rmtree, lambda: record.write_text("")]
+    for harm, words in zip(harms, refused):
+        harm()
+        if words:
+            with pytest.raises(ray.train.ControllerError, match=words):
+                tutorial.make_trainer(config).fit()
             record.unlink()
         result = tutorial.make_trainer(config).fit()
         assert result.checkpoint.path == str(newest)
-        assert result.metrics["val_loss"] < 7
+        assert math.isfinite(result.metrics["val_loss"])
         assert_equal_runs(config, reference)
-
-    record.unlink()  # as if all had died between Orbax's renaming and Ray's report
-    finish()
-    newest.rename(newest.with_name("elsewhere"))
-    finish(ControllerError, "does not exist anymore")
-    record.write_text("")
-    finish(ControllerError, "Expecting value")
-    for data in Path(newest).rglob("d/*"):
-        half = data.read_bytes()[: data.stat().st_size // 2]
-        data.unlink()
-        data.write_bytes(half)
-    with pytest.raises(
-        ray.train.WorkerGroupError, match="delete its folder, and Ray's"
-    ):
-        tutorial.make_trainer(config).fit()
-    newest.rmtree()
-    finish(ControllerError, "does not exist anymore")
-    assert as_before
 
 
 @pytest.mark.slow
 def test_two_launches_at_once(tutorial, cluster, reference):
     """One goes on; the other waits, and says who has the run."""
     config = dataclasses.replace(reference, run_name="twice", max_failures=0)
+    fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.3)).fit
 
-    def loop(settings):
-        from trainkit import checkpoints
-
-        checkpoints._PATIENCE = 1
+    def impatient(settings):
+        trainkit.checkpoints._PATIENCE = 1
         tutorial.train_loop_per_worker(settings)
 
-    with in_the_background(
-        tutorial.make_trainer(config, train_loop_of(tutorial, 0.3)).fit
-    ) as result:
+    with in_the_background(fit) as result:
         wait_for(lambda: last_step(config) > 0, what="the first launch")
         with pytest.raises(ray.train.WorkerGroupError, match="is in use by process"):
-            tutorial.make_trainer(config, loop).fit()
-        assert result().error is None
+            tutorial.make_trainer(config, impatient).fit()
+        assert last_step(config) < config.max_steps and result().error is None
     assert_equal_runs(config, reference)
 
 
@@ -151,9 +134,8 @@ def test_runs_killed_at_random(tutorial, cluster, reference):
     """
     rng, kills = np.random.default_rng(), 10
     for run in range(kills + 1):
-        config = dataclasses.replace(
-            reference, run_name=f"random-{run}", stall_timeout_s=40.0
-        )
+        name = {"run_name": f"random-{run}", "stall_timeout_s": 40.0}
+        config = dataclasses.replace(reference, **name)
         rank, step = run % 2, int(rng.integers(1, 64))
         print(f"run {run}: rank {rank} at step {step}")
         fit = tutorial.make_trainer(config, train_loop_of(tutorial)).fit
@@ -170,17 +152,6 @@ def test_runs_killed_at_random(tutorial, cluster, reference):
             assert result().error is None
         assert world_sizes(config) == [2, 2]
         assert_equal_runs(config, reference)
-
-
-DRIVER = """
-import dataclasses, json, sys
-sys.path[:0] = ["tests", "ci"]
-from accidents import train_loop_of
-from conftest import TrainingConfig, load_notebook, start_ray
-start_ray()
-tutorial, config = load_notebook(), TrainingConfig(**json.loads(sys.argv[1]))
-tutorial.make_trainer(config, train_loop_of(tutorial)).fit()
-"""
 
 
 def give_notice(node, seconds: float) -> None:
@@ -217,33 +188,28 @@ def test_notice_that_a_machine_will_be_taken_away(tutorial, reference, two_nodes
 def test_disk_that_fills_up_while_saving(tutorial, cluster, reference, tmp_path, turn):
     """At any byte of any save; then there is room again, and the same cell is run again.
 
-    Where Ray's record is what the disk cut off, it refuses, and the record is deleted.
+    Where the disk has cut off Ray's record, Ray refuses it, and it is deleted.
     """
     rng, save = np.random.default_rng(), 12 * (turn % 6 + 1)
     files = Path(reference.run_path / "step_00000072").rglob("*")
-    left = int(rng.integers(0, 1.2 * sum(f.stat().st_size for f in files)))
-    print(f"{left} bytes are left when the run comes to step {save}")
-    with disk_of(tmp_path / "disk", 24) as disk:
-        config = dataclasses.replace(reference, storage_path=str(disk), max_failures=0)
-        with in_the_background(tutorial.make_trainer(config).fit) as result:
+    free = int(rng.integers(0, 1.2 * sum(f.stat().st_size for f in files)))
+    print(f"{free} bytes are left when the run comes to step {save}")
+    place = {"storage_path": str(tmp_path / "disk"), "max_failures": 0}
+    config = dataclasses.replace(reference, **place)
+    trainer = tutorial.make_trainer(config)
+    with disk_of(tmp_path / "disk", 24) as leave:
+        with in_the_background(trainer.fit) as result:
             wait_for(lambda: last_step(config) >= save - 3, what="the step")
-            with (disk / "filler").open("wb") as file:
-                found = os.statvfs(disk)
-                free = found.f_bavail * found.f_frsize
-                os.posix_fallocate(file.fileno(), 0, free - left)
+            leave(free)
             with contextlib.suppress(Exception):  # what it says is tested elsewhere
                 result()
-        (disk / "filler").unlink()
+        (tmp_path / "disk/filler").unlink()
         newest = saved(config)[-1:]
         try:
-            result = tutorial.make_trainer(config).fit()
-        except ControllerError as error:
+            tutorial.make_trainer(config).fit()
+        except ray.train.ControllerError as error:
             print(f"Ray refuses its record: {error!s:.300}")
             (config.run_path / RECORD).unlink()
-            result = tutorial.make_trainer(config).fit()
-        assert result.metrics["step"] == config.max_steps
+            tutorial.make_trainer(config).fit()
         assert_equal_runs(config, reference)
-        steps = [line["step"] for line in log_of(config)]
-        assert steps == sorted(set(steps)) and (
-            not newest or newest <= saved(config)[-1:]
-        )
+        assert saved(config)[-1:] >= newest

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trainkit.sharding
 from flax import nnx
 from samples import python
-
-import trainkit.sharding
 
 
 def test_only_kernels_are_cast(tutorial, small):

@@ -40,7 +40,7 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
 
     guide = (ROOT / "docs/guide.md").read_text()
     (commands,) = re.findall(
-        r"```bash\n(jupyter nbconvert --to python.*?)```", guide, re.S
+        r"```bash\n(jupyter nbconvert --to script.*?)```", guide, re.S
     )
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
     commands = commands.replace("127.0.0.1:8265", dashboard)

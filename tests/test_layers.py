@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import trainkit.sharding
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from samples import equations
 
 import trainkit.config
-import trainkit.sharding
 from trainkit.layers import attend, cross_entropy, run_blocks
 
 

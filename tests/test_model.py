@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trainkit.sharding
 from flax import nnx
 from samples import random_tokens
 
-import trainkit.sharding
 from trainkit.config import TrainingConfig
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trainkit.sharding
 from conftest import ROOT
 from flax import nnx, traverse_util
 
 import trainkit.config
-import trainkit.sharding
 
 SHAPES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 2, 2)]  # data, fsdp, tensor
 TABLE = {  # parts of names, of which the first counts, and what divides their axes

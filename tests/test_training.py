@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+import trainkit.sharding
 import transformers
 from samples import add_from_guide, run, windows_for
 
 import trainkit.huggingface
-import trainkit.sharding
 
 
 def test_the_line_of_the_first_program(tutorial):

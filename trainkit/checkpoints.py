@@ -1,8 +1,7 @@
 """One launch of a run at a time, checkpoints of its recipe, their model, and buckets.
 
-The notebook's `save` and `restore` are for a folder that all nodes share, where Orbax renames a
-checkpoint that is whole. Those of this module are for object stores, which rename nothing. Import
-them there in place of the notebook's own.
+The notebook's `save` and `restore` rely on Orbax, which renames a checkpoint that is whole. In
+object stores nothing can be renamed: there, those of this module take their place.
 """
 
 import contextlib
@@ -29,23 +28,22 @@ from orbax.checkpoint import v1 as orbax
 from trainkit.config import TrainingConfig
 
 _PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
-_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP  # says a file system
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
 _lock: FileLock | None = None  # held until this process ends, however it does
 
 
 def lock_run(config: TrainingConfig) -> None:
     """Keep other launches out of the run's folder, on the first worker, until it ends.
 
-    Object stores have no locks.
-
     Raises:
         RuntimeError: workers of another launch have the run.
     """
     global _lock
     if "://" in config.storage_path or ray.train.get_context().get_world_rank():
-        return
+        return  # an object store has no locks
     config.run_path.mkdir(parents=True, exist_ok=True)
-    file, holder = config.run_path / "lock", config.run_path / "locked-by.txt"
+    file = config.run_path / "lock"
+    holder = config.run_path / "locked-by.txt"
     _lock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
     try:
         _lock.acquire()
@@ -58,8 +56,8 @@ def lock_run(config: TrainingConfig) -> None:
         if error.errno not in _NO_LOCKS:
             raise
         print(f"{config.run_path} has no locks: don't launch this run twice ({error})")
-    process = f"process {os.getpid()} on {socket.gethostname()}"
-    holder.write_text(f"{process}, since {time.ctime()}")
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    holder.write_text(f"{place}, since {time.ctime()}")
 
 
 @contextlib.contextmanager
@@ -75,16 +73,16 @@ def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[dict]:
         differing = [
             f"{key} was {saved[key]!r}, is {value!r}"
             for key, value in config.recipe.items()
-            if saved[key] != value
+            if value != saved[key]
         ]
         if differing:
             raise ValueError(f"run_name: another recipe: {'; '.join(differing)}")
         yield metadata
     except Exception as error:
         error.add_note(
-            f"On {socket.gethostname()}, in {path}. For another recipe, choose another run_name. "
-            "If the checkpoint is damaged, delete its folder, and Ray's record beside it, "
-            "checkpoint_manager_snapshot.json: the run then continues from the one before."
+            f"On {socket.gethostname()}, in {path}. For another recipe, choose another "
+            "run_name. If the checkpoint is damaged, delete its folder, and Ray's record "
+            "beside it, checkpoint_manager_snapshot.json, to continue from the one before."
         )
         raise
 
@@ -109,10 +107,7 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
 
 
 def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None:
-    """As the notebook's, for a bucket: each worker writes to its own disk, and Ray uploads.
-
-    Each attempt at a step has a name of its own, since what killed workers uploaded stays.
-    """
+    """As the notebook's, for a bucket: each worker writes to its own disk, and Ray uploads."""
     context = orbax.Context()
     context.multiprocessing.primary_host = None  # each worker makes its own folders
     context.asynchronous.create_directories_asynchronously = False
@@ -120,7 +115,8 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
         False  # its files have the same names on all workers
     )
     context.array.saving.use_replica_parallel = False
-    name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"  # Ray takes the first worker's
+    # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
+    name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"
     folder = _staging(config) / name
     metadata = {"config": dataclasses.asdict(config), "metrics": metrics}
     with context, orbax.training.Checkpointer(folder) as checkpointer:
@@ -139,9 +135,7 @@ def restore(
 ) -> tuple | None:
     """As the notebook's, for a bucket, where Ray's record tells which checkpoint is whole.
 
-    Args:
-        restore_from: a checkpoint of any run, such as s3://bucket/runs/name/step_00000010_ab, to
-            begin with if this run has none.
+    A run that has none there begins with the one at `restore_from`, of whatever recipe.
 
     Raises:
         RuntimeError: the run has checkpoints, and Ray has none of them on record.

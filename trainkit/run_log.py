@@ -1,7 +1,6 @@
 """The run's log: metrics.jsonl, a progress bar, a function of yours, and the watchdog.
 
-`ray.train.report` waits for all workers and for Ray's controller, so it is for checkpoints. The
-bar is Ray's experimental `tqdm_ray`, which a process on another machine can move.
+The bar is Ray's experimental `tqdm_ray`, which a process on another machine can move.
 """
 
 import atexit
@@ -25,29 +24,28 @@ class RunLog:
 
     To read a number makes the loop wait for the device. In between, the loop stays at most two
     steps ahead: enough for the device never to wait, and few enough for the bar to be right.
-
     In its block, a step of more than `stall_timeout_s` ends its worker, which prints where it
     hangs; Ray then starts all of them again.
     """
 
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None = None):
-        """Go on after a step, without what the log says of later ones.
-
-        Args:
-            send: gets each line, on the first worker; its errors don't end the run.
-        """
-        self._config, self._send = config, send
-        self._step, self._time = step, time.perf_counter()
-        self._recent, self._lines, self._bar = {}, [], None
+        """Go on after a step. `send` gets each line, on the first worker."""
+        self._config = config
+        self._send = send or dict  # which does nothing
         self._path = config.run_path / "metrics.jsonl"
+        self._lines = []
+        self._step = step
+        self._time = time.perf_counter()
+        self._recent = {}
+        self._bar = None
         if jax.process_index() == 0:
             begun = f"continues at step {step}" if step else "is new"
             split = config.split(jax.device_count())
             print(f"{config.run_name} {begun} | {_format(split)}")
-            old = self._path.read_text() if self._path.exists() else ""
-            for text in old.splitlines():
+            lines = self._path.read_text().splitlines() if self._path.exists() else []
+            for text in lines:
                 with contextlib.suppress(ValueError):  # a line that was cut off
-                    if json.loads(text)["step"] <= step:
+                    if json.loads(text)["step"] <= step:  # others come again
                         self._lines.append(text)
             self._bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self._bar.update(step)
@@ -65,13 +63,9 @@ class RunLog:
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
 
-        Returns:
-            At every `log_interval` steps, and if a checkpoint follows (`saving`), what Ray is
-            told: the step, tokens so far, metrics, and tokens a second since the last line.
-            `val_loss` is infinite where nothing was evaluated, or Ray would rank it first.
-
-        Raises:
-            FloatingPointError: a number since the last line is infinite or NaN.
+        Gives a line if it is time for one, or if a checkpoint follows (`saving`). `val_loss` is
+        infinite where nothing was evaluated, or Ray would rank it first. Raises
+        FloatingPointError if a number since the last line is infinite or NaN.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
         self._recent[step] = metrics
@@ -80,7 +74,8 @@ class RunLog:
             self._bar.update()
         if not saving and step % self._config.log_interval:
             return None
-        recent, self._recent = jax.tree.map(float, jax.device_get(self._recent)), {}
+        recent = jax.tree.map(float, jax.device_get(self._recent))
+        self._recent = {}
         for each, values in recent.items():
             if not all(map(math.isfinite, values.values())):
                 raise FloatingPointError(
@@ -89,18 +84,17 @@ class RunLog:
                 )
         tokens = self._config.batch_size * self._config.block_size  # of a step
         seconds = time.perf_counter() - self._time
-        speed = round((step - self._step) * tokens / seconds)
-        self._step, self._time = step, self._time + seconds
         line = {"step": step, "tokens": step * tokens, **recent[step]}
-        line["tokens_per_s"] = speed
+        line["tokens_per_s"] = round((step - self._step) * tokens / seconds)
+        self._step = step
+        self._time += seconds
         if self._bar:
             self._lines.append(json.dumps(line))
             print(_format(line))
             if saving or "://" not in self._config.storage_path:
                 self._write()
             try:
-                if self._send:
-                    self._send(dict(line))
+                self._send(dict(line))
             except Exception as error:
                 print(f"send failed at step {step}; the run continues: {error!r}")
         return {"val_loss": math.inf, **line}
