@@ -43,19 +43,23 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> dict[str, dict]:
     NotebookClient(notebook, timeout=900, resources=where).execute()
     found = {}
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
-        text = ""
         for output in cell.outputs:
-            data = output.get("data", {})
-            if "image/png" in data:
+            if "image/png" in output.get("data", {}):
                 image = ROOT / "images" / cell.metadata.image
-                image.write_bytes(base64.b64decode(data["image/png"]))
-            elif output.output_type == "execute_result":
-                text += data["text/plain"] + "\n"
-            elif output.get("name") == "stdout":
-                text += output.text
-        text = shorten(text).replace(str(folder), ".")
-        found[cell.id] = {"code": cell.source, "text": text}
+                image.write_bytes(base64.b64decode(output.data["image/png"]))
+        found[cell.id] = {"code": cell.source, "text": text_of(cell, folder)}
     return found
+
+
+def text_of(cell: nbformat.NotebookNode, folder: Path) -> str:
+    """What an executed cell printed and showed, with `folder` as a dot."""
+    text = ""
+    for output in cell.outputs:
+        if output.output_type == "execute_result":
+            text += output.data["text/plain"] + "\n"
+        elif output.get("name") == "stdout":
+            text += output.text
+    return shorten(text).replace(str(folder), ".")
 
 
 def shorten(text: str) -> str:

@@ -18,7 +18,8 @@ import sys
 # What Ray and JAX say of each start, and a notebook needn't show.
 _STARTS = (
     r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank",
-    r"Requesting resources|Attempting to start|PreemptionWatcher|preemption_sync",
+    r"Requesting resources|Attempting to start|Reporting training|PreemptionWatcher",
+    r"preemption_sync",
 )
 
 
