@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import ray.data
 import tokenizers
-from samples import END, byte_pairs, python
+from samples import END, byte_pairs
 
-from trainkit import corpus
-from trainkit import tokenizers as ours
+from trainkit import corpus, tokenizers as ours
 
 TEXTS = ["Some text,    and more of it.\n", f"It costs 3 € {END}.", "漢字 ünï <7>"]
 
@@ -27,43 +26,54 @@ def documents() -> list[ray.data.Dataset]:
     return [ray.data.from_items([{"text": text} for text in TEXTS])] * 2
 
 
-def test_tokens_are_those_of_the_library(
-    tutorial, cluster, small, tmp_path, monkeypatch
-):
-    """With added ones that aren't special, as the runs of spaces of GPT-NeoX, but without
-    truncation, padding, and a frame; in files, too, if sixteen bits can't count them.
+def test_ids_are_the_library_s(tmp_path, monkeypatch):
+    """With added tokens that aren't special, as the runs of spaces of GPT-NeoX, but without
+    truncation, padding, and a frame. What a text spells is text.
     """
-    path = tmp_path / "tokenizer.json"
+    path, asked = tmp_path / "tokenizer.json", []
     theirs = byte_pairs(path, TEXTS)
-    spaces = tokenizers.AddedToken("    ", normalized=False)
-    theirs.add_tokens([spaces, *(f"<{i}>" for i in range(66_000))])
+    theirs.add_tokens([tokenizers.AddedToken("    ", normalized=False), "<7>"])
     theirs.enable_truncation(8)
     theirs.enable_padding(length=4_000)
-    frame = {"single": f"$A {END}", "pair": "$A $B", "special_tokens": [(END, 0)]}
-    theirs.post_processor = tokenizers.processors.TemplateProcessing(**frame)
+    theirs.post_processor = tokenizers.processors.BertProcessing((END, 0), (END, 0))
     theirs.save(str(path))
     theirs.no_truncation()
     theirs.no_padding()
-    theirs.encode_special_tokens = True  # what a text spells is text
-    for name in (tmp_path, path):  # a folder, or a file
-        found = ours.load(str(name))
-        assert found.n_vocab == 66_301 and found.eot_token == 0
+    theirs.encode_special_tokens = True
+
+    def download(name, allow_patterns):  # from the hub, which can't be asked here
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for name in (tmp_path, path, "someone/tokenizer"):
         for text in (*TEXTS, " ".join(TEXTS * 40)):
+            found = ours.load(str(name))
             ids = found.encode_ordinary(text)
             assert ids == theirs.encode(text, add_special_tokens=False).ids
             assert found.decode(ids) == text and 0 not in ids
-    assert {300, 308} < {*ids}
+        assert found.n_vocab == 302 and found.eot_token == 0 and {300, 301} < {*ids}
+    assert asked == ["someone/tokenizer"]  # once
+    byte_pairs(path, TEXTS, 290)  # in place
+    assert ours.load(str(path)).n_vocab == 290
 
+
+def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path, monkeypatch):
+    """The last of which ends a text, which only the settings beside the file say."""
+    path = tmp_path / "tokenizer.json"
+    theirs = byte_pairs(path, TEXTS)
+    theirs.add_tokens([f"<{i}>" for i in range(66_000)])
+    theirs.save(str(path))
     before = ours.identity(str(path))
-    change(path, end="<65999>")  # which isn't special, by the file
-    end = ours.load(str(path))
-    assert end.eot_token == 66_300 and ours.identity(str(path)) != before
-    assert 66_300 not in end.encode_ordinary("words <65999>")
+    change(path, end="<65999>")
+    assert ours.identity(str(path)) != before
+    found = ours.load(str(path))
+    assert found.eot_token == 66_299 not in found.encode_ordinary("words <65999>")
     few = {"batch_size": 1, "block_size": 4, "eval_steps": 1, "dataset": "few"}
-    config = small(tokenizer=str(tmp_path), vocab_size=66_301, **few)
+    config = small(tokenizer=str(tmp_path), vocab_size=66_300, **few)
     monkeypatch.setitem(tutorial.DATASETS, "few", documents)
     tutorial.prepare_dataset(config)
-    ids = [[*found.encode_ordinary(text), 66_300] for text in TEXTS]
+    ids = [[*found.encode_ordinary(text), 66_299] for text in TEXTS]
     assert np.fromfile(f"{config.data_dir}/val.bin", "uint32").tolist() == sum(ids, [])
 
 
@@ -89,26 +99,3 @@ def test_what_changes_texts_is_refused(cluster, small, tmp_path, changes, words)
     change(path, **changes)
     with pytest.raises(ValueError, match=f"(?s)^tokenizer: .*{words}"):
         corpus.checked(small(tokenizer=str(path)), documents())
-
-
-def test_a_tokenizer_of_the_hub_and_in_place(tmp_path, monkeypatch):
-    """`snapshot_download`, which can't be run here, is asked once for each name."""
-    names = []
-
-    def download(name, allow_patterns):
-        names.append(name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    for size in (300, 290):
-        byte_pairs(tmp_path / "tokenizer.json", TEXTS, size)
-        assert ours.load("someone/tokenizer").n_vocab == size
-    assert names == ["someone/tokenizer"]
-
-
-def test_what_tasks_import_is_light():
-    """Neither JAX, which claims devices, nor what takes seconds in each process."""
-    script = "import sys; from trainkit import corpus, token_files; assert not "
-    python(
-        script + "{'jax', 'flax', 'orbax', 'transformers', 'torch'} & {*sys.modules}"
-    )
