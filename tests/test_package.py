@@ -55,10 +55,7 @@ def run(script: str, folder) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-NAMES = ["my folder", "R&D", "(1)", "o'b", "{a}", "a;b", "$a", "a*b", "`a", "<a>"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])
 def test_folders_that_a_shell_takes_apart_are_refused(tmp_path, name):
     """Before an install: Ray would wait forever for workers with a Python in there."""
     done = run("bash ci/smoke.sh", tmp_path / name)

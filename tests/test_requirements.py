@@ -43,9 +43,9 @@ def test_files_agree(python):
 
 def test_every_package_is_used_and_every_import_pinned():
     """By the notebook and by the modules beside it."""
-    sources = [cell.source for cell in code_cells()]
-    sources += [path.read_text() for path in (ROOT / "trainkit").glob("*.py")]
-    names = set().union(*(imports_of(ast.parse(source)) for source in sources))
+    sources = [path.read_text() for path in (ROOT / "trainkit").glob("*.py")]
+    text = "\n".join([*sources, *(cell.source for cell in code_cells())])
+    names = imports_of(ast.parse(text))
     imported = {name.split(".")[0] for name in names} - {"trainkit"}
     pinned = pins(FILES[0], "3.12").keys()
     pinned -= {"ipywidgets", "matplotlib"}  # tqdm and pandas draw with them
