@@ -1,7 +1,7 @@
 """GPT-2 in the format of Hugging Face's transformers library: published ones in, ours out.
 
-Parameters have the names that Hugging Face gives them, except that it calls `weight` what Flax
-calls `kernel`, `embedding`, or `scale`, and keeps query, key, and value side by side in `c_attn`.
+Parameters have the names that Hugging Face gives them, except that it calls `weight` what
+Flax calls `kernel`, `embedding`, or `scale`, and keeps query, key, and value in `c_attn`.
 """
 
 import re
