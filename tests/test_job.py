@@ -10,40 +10,25 @@ import ray
 import yaml
 from conftest import ROOT, stop_ray
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def dashboard():
-    """The address of the dashboard of a local cluster, which takes jobs."""
-    stop_ray()
-    context = ray.init("local", num_cpus=4, include_dashboard=True, log_to_driver=False)
-    yield context.dashboard_url
-    stop_ray()
-
 
 @pytest.mark.extra
-def test_notebook_runs_as_a_job(dashboard, tmp_path):
+def test_notebook_runs_as_a_job(tmp_path):
     folder, storage = tmp_path / "tutorial", tmp_path / "storage"
     for name in ("configs", "trainkit"):
         shutil.copytree(ROOT / name, folder / name)
     for name in (".gitignore", "README.ipynb"):  # Ray leaves out what the first names
         shutil.copy(ROOT / name, folder)
-    settings = yaml.safe_load((ROOT / "configs/smoke.yaml").read_text()) | {
-        "max_steps": 6,
-        "eval_interval": 3,
-        "data_dir": str(storage / "data"),
-        "storage_path": str(storage / "runs"),
-        "run_name": "job",
-    }
+    settings = yaml.safe_load((ROOT / "configs/smoke.yaml").read_text())
+    settings |= {"max_steps": 6, "eval_interval": 3, "run_name": "job"}
+    settings |= {"data_dir": f"{storage}/data", "storage_path": f"{storage}/runs"}
     (folder / "configs/books.yaml").write_text(yaml.safe_dump(settings))
 
-    guide = (ROOT / "docs/guide.md").read_text()
-    (commands,) = re.findall(
-        r"```bash\n(jupyter nbconvert --to script.*?)```", guide, re.S
-    )
+    guide, words = (ROOT / "docs/guide.md").read_text(), "jupyter nbconvert --to script"
+    (commands,) = re.findall(rf"```bash\n({words}.*?)```", guide, re.DOTALL)
     assert "127.0.0.1:8265" in commands and "configs/books.yaml" in commands
-    commands = commands.replace("127.0.0.1:8265", dashboard)
+    stop_ray()
+    context = ray.init("local", num_cpus=4, include_dashboard=True, log_to_driver=False)
+    commands = commands.replace("127.0.0.1:8265", context.dashboard_url)
     ours = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # which `ray.init` sets here
     environment = {k: v for k, v in os.environ.items() if k not in ours}
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
@@ -51,6 +36,7 @@ def test_notebook_runs_as_a_job(dashboard, tmp_path):
         result = subprocess.run(["bash", "-e", "-c", commands], **options, timeout=500)
         if "No available agent" not in result.stderr:
             break
+    stop_ray()
     said = result.stdout + result.stderr
     assert result.returncode == 0, said[-5000:]
     assert "step 6 | " in result.stdout

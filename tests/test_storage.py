@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import boto3
@@ -22,69 +23,69 @@ from conftest import start_ray, stop_ray
 
 from trainkit import checkpoints
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """An S3 server with an empty bucket, which the processes of a new cluster may use."""
-    port, requests = free_port(), tmp_path_factory.mktemp("server") / "log"
-    command = [Path(sys.executable).with_name("moto_server"), "-p", str(port)]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": requests.open("wb")}
-    server = subprocess.Popen(command, **streams)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "tester")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        wait_for(lambda: b"Running on" in requests.read_bytes(), what="the S3 server")
-        boto3.client("s3").create_bucket(Bucket="models")
-        stop_ray()
-        start_ray()
-        yield requests
-        stop_ray()
-        server.terminate()
-
 
 @pytest.fixture
-def bucket(tutorial, reference, server, monkeypatch):
-    """A configuration with its storage in the bucket, for which the notebook is edited."""
+def bucket(tmp_path, monkeypatch):
+    """The URL of a bucket of a server, which the processes of a new cluster may use."""
+    port, log = free_port(), tmp_path / "log"
+    command = [Path(sys.executable).with_name("moto_server"), "-p", str(port)]
+    server = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    keys = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
+    place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    for name, value in (keys | place | {"AWS_DEFAULT_REGION": "us-east-1"}).items():
+        monkeypatch.setenv(name, value)
+    wait_for(lambda: b"Running on" in log.read_bytes(), what="the S3 server")
+    boto3.client("s3").create_bucket(Bucket="models")
+    stop_ray()
+    start_ray()
+    yield "s3://models/runs"
+    stop_ray()
+    server.terminate()
+
+
+@pytest.mark.slow
+def test_save_kill_resume_prune(tutorial, reference, bucket, monkeypatch):
+    """The log has each step once, though an object can't grow."""
+    changes = {"run_name": "killed", "max_steps": 48, "checkpoint_interval": 30}
+    config = dataclasses.replace(reference, storage_path=bucket, **changes)
+    with pytest.raises(Exception, match="(?s)absolute.*s3://"):
+        tutorial.make_trainer(dataclasses.replace(config, max_failures=0)).fit()
     monkeypatch.setattr(tutorial, "save", checkpoints.save)
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
-    changes = {"run_name": "killed", "max_steps": 48, "checkpoint_interval": 30}
-    return dataclasses.replace(reference, storage_path="s3://models/runs", **changes)
+    staged = Path(tempfile.gettempdir())
 
+    def uploading() -> bool:  # the third checkpoint, which nobody evaluated
+        return len(log_of(config)) >= 30 and any(staged.glob("killed-*/1/step_*_*"))
 
-def test_save_kill_resume_prune(tutorial, reference, bucket):
-    """And the log in the bucket has each step once, though an object can't grow."""
-    staging = Path(tempfile.gettempdir())
-
-    def uploading() -> bool:  # the third one; two are on record
-        return len(log_of(bucket)) >= 30 and any(
-            staging.glob(f"{bucket.run_name}-*/1/*")
-        )
-
-    fit = tutorial.make_trainer(bucket, train_loop_of(tutorial, 0.02)).fit
+    fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.02)).fit
     with in_the_background(fit) as finish:
         wait_for(uploading, pause=0.002, what="an upload")
-        kill(bucket, 1)
+        kill(config, 1)
         result = finish()
-    assert world_sizes(bucket) == [2, 2]
-    assert result.error is None and result.metrics["step"] == bucket.max_steps
-    assert_equal_losses(bucket, reference)
+    assert world_sizes(config) == [2, 2]
+    assert_equal_losses(config, reference)
 
-    # Pruned to the two best and the latest, though step 30 was saved without an evaluation.
-    lines = [line for line in log_of(bucket) if "val_loss" in line]
+    # Pruned to the two best and the latest.
+    lines = [line for line in log_of(config) if "val_loss" in line]
     best = sorted(lines, key=lambda line: line["val_loss"])[:2]
-    kept = {line["step"] for line in [*best, lines[-1]]}
-    recorded = {Path(c.path).name for c, _ in result.best_checkpoints}
-    assert {int(name[5:13]) for name in recorded} | {48} == kept
-    model = checkpoints.load_model(
-        tutorial.create_model, result.get_best_checkpoint("val_loss", "min")
-    )
-    assert model.config == bucket
+    recorded = {int(x.path[-17:-9]) for x, _ in result.best_checkpoints}
+    assert recorded | {48} == {line["step"] for line in [*best, lines[-1]]}
+    checkpoint = result.get_best_checkpoint("val_loss", "min")
+    model = checkpoints.load_model(tutorial.create_model, checkpoint)
+    assert model.config == config
 
-    # A run goes on in the bucket; a fork begins there; without Ray's record, none starts over.
-    longer = dataclasses.replace(bucket, max_steps=60)
-    assert tutorial.make_trainer(longer).fit().metrics["step"] == 60
-    assert_equal_losses(longer, reference)
+    # A finished run goes on; another begins there; and without Ray's record, none starts over.
+    config = dataclasses.replace(config, max_steps=60, max_failures=0)
+    result = tutorial.make_trainer(config).fit()
+    assert_equal_losses(config, reference)
+    (config.run_path / "checkpoint_manager_snapshot.json").unlink()
+    with pytest.raises(Exception, match="Ray has no record of them. Pass restore_from"):
+        tutorial.make_trainer(config).fit()
+    source = f"s3://{result.checkpoint.path}"
+    restore = partial(checkpoints.restore, restore_from=source)
+    monkeypatch.setattr(tutorial, "restore", restore)
+    fork = dataclasses.replace(
+        config, run_name="fork", learning_rate=1e-3, max_steps=61
+    )
+    assert tutorial.make_trainer(fork).fit().metrics["step"] == 61
+    assert [line["step"] for line in log_of(fork)] == [61]
