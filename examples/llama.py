@@ -1,17 +1,22 @@
 """A model of another kind: Llama's layers, written in Flax NNX as one would anywhere.
 
 Touvron et al. 2023: RMS norms before each layer, rotary positions, SwiGLU, an untied head.
-To train it, paste this in place of the notebook's cells of GPT-2 and of its loss. For
-`tensor_parallel`, add ("qkv|gate|up", ("fsdp", "tensor")) and ("out|down", ("tensor", "fsdp"))
-to `sharding.RULES`.
+To train it, paste this in place of the notebook's cells of GPT-2 and of its loss. To divide it
+by `fsdp` and `tensor_parallel`, write its `RULES` in place of GPT-2's.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+RULES = {
+    r"(qkv|gate|up)/kernel": P("fsdp", "tensor"),
+    r"(out|down|head)/kernel": P("tensor", "fsdp"),
+    r"embedding": P(("tensor", "fsdp")),
+    r"": P(),
+}
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -65,10 +70,8 @@ def create_model(config) -> Llama:
     return Llama(config, rngs=nnx.Rngs(config.seed))
 
 
-def loss_fn(params: nnx.State, windows: jax.Array, config) -> jax.Array:
+def loss_fn(model: Llama, windows: jax.Array, config) -> jax.Array:
     """Mean cross-entropy in nats per token over windows [B, T + 1]."""
-    model = nnx.eval_shape(partial(create_model, config))
-    nnx.update(model, params)
     windows = windows.astype(jnp.int32)
     logits, targets = model(windows[:, :-1]).astype(jnp.float32), windows[:, 1:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

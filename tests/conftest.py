@@ -75,7 +75,9 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope="session")
 def tutorial():
-    return load_notebook()
+    module = load_notebook()
+    jax.set_mesh(module.create_mesh(TrainingConfig()))  # as the page does
+    return module
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -4,24 +4,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from flax import nnx
-from notebook_module import initial_state
 
 import trainkit.huggingface
-import trainkit.sharding
 
-ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 1237}
+ODD = {"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33, "vocab_size": 2048}
 
 
-def make_peer(shape: dict, folder: Path) -> transformers.GPT2LMHeadModel:
+def make_peer(folder: Path) -> transformers.GPT2LMHeadModel:
     """A random model of that shape, which is also saved in `folder`."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_positions=shape["block_size"],
-        eos_token_id=shape["vocab_size"] - 1,
-        bos_token_id=shape["vocab_size"] - 1,
-        **{k: v for k, v in shape.items() if k != "block_size"},
-    )
+    sizes = {key: value for key, value in ODD.items() if key != "block_size"}
+    config = transformers.GPT2Config(n_positions=ODD["block_size"], **sizes)
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():  # biases and norms start as constants: tell them apart
         for parameter in model.parameters():
@@ -34,8 +27,6 @@ def make_peer(shape: dict, folder: Path) -> transformers.GPT2LMHeadModel:
 def ours(tutorial, small, folder: Path, **changes):
     """The notebook's model with the weights in `folder`."""
     shape = trainkit.huggingface.published_shape(str(folder))
-    config = small(**(shape | {"init_from": str(folder)} | changes))
-    params = initial_state(tutorial, config, trainkit.sharding.make_mesh(config)).params
-    model = tutorial.create_model(config)
-    nnx.update(model, params)
-    return model
+    config = small(**shape, init_from=str(folder), tokenizer="builtin", **changes)
+    mesh = tutorial.create_mesh(config)
+    return tutorial.first_state(config, tutorial.abstract_state(config, mesh)).model

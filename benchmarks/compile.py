@@ -1,0 +1,104 @@
+"""Compile the notebook's train step for GPUs or TPUs that aren't there.
+
+    python benchmarks/compile.py configs/gpt2-124m.yaml 8xh200 [key=value ...]
+    python benchmarks/compile.py configs/gpt2-124m-tpu-v6e.yaml v6e:4x4 [key=value ...]
+
+For GPUs, whose descriptions are in gpus/, `pip install 'jax[cuda12]'` brings the compiler; for TPUs,
+`pip install libtpu`. Prints, for each device, what the program keeps and takes in memory, its
+attention kernels, and how often which collectives stand in the program's loops and outside.
+Nothing runs, and for GPUs nothing is tuned, so it says nothing about speed.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which looks for a driver
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # others may compile at the same time
+
+import common
+import jax
+import yaml
+from jax.experimental import topologies
+from ray.train import ScalingConfig
+
+import trainkit.config
+import trainkit.workers
+
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+
+
+def virtual_devices(name: str, config: trainkit.config.TrainingConfig) -> list:
+    """Devices that exist by their description only, such as 8xh200 or v6e:4x4."""
+    if ":" in name:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    count, gpu = name.split("x", 1)
+    # As on a worker
+    settings = trainkit.workers.environment(config, ScalingConfig(use_gpu=True))
+    os.environ["XLA_FLAGS"] = settings["XLA_FLAGS"]
+    jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
+    description = Path(__file__).parent / f"gpus/{gpu}.txtpb"
+    nodes = math.ceil(int(count) / 8)
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=description.read_text(),
+        topology=f"{nodes}x{int(count) // nodes}x1",
+    ).devices
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """How often a program, as text, has each kind of collective, by the type of its arrays."""
+    found = {"in_loops": collections.Counter(), "outside": collections.Counter()}
+    place = None
+    for line in text.splitlines():
+        if line.endswith("{"):  # of a loop's body, or of the program itself
+            place = "outside" if line.startswith("ENTRY") else "in_loops"
+        if match := re.search(rf"= \(?(\w+)\[.* ({COLLECTIVES})(-start)?\(", line):
+            found[place][f"{match[2]} {match[1]}"] += 1
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("devices", help="8xh200, a topology such as v6e:4x4, and so on")
+    parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
+    arguments = parser.parse_args()
+    changes = dict(change.split("=", 1) for change in arguments.changes)
+    changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+    config = trainkit.config.load_config(arguments.config, **changes)
+    tutorial = common.load_notebook()
+    devices = virtual_devices(arguments.devices, config)
+    mesh = tutorial.create_mesh(config, devices)
+    state = tutorial.abstract_state(config, mesh)
+    windows = jax.ShapeDtypeStruct(
+        (config.batch_size, config.block_size + 1),
+        config.token_dtype,
+        sharding=tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp"))),
+    )
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        compiled = tutorial.train_step.lower(state, windows, config).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    report = {
+        "config": Path(arguments.config).stem,
+        **config.split(len(devices)),
+        "state_gib": round(memory.argument_size_in_bytes / 2**30, 2),
+        "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
+        "attention_kernels": len(re.findall("cudnn.fmha|tpu_custom_call", text)),
+        "collectives": collectives(text),
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
