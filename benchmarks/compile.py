@@ -3,10 +3,10 @@
     python benchmarks/compile.py configs/gpt2-124m.yaml 8xh200 [key=value ...]
     python benchmarks/compile.py configs/gpt2-124m-tpu-v6e.yaml v6e:4x4 [key=value ...]
 
-For GPUs, whose descriptions are in gpus/, `pip install 'jax[cuda12]'` brings the compiler; for TPUs,
-`pip install libtpu`. Prints, for each device, what the program keeps and takes in memory, its
-attention kernels, and how often which collectives stand in the program's loops and outside.
-Nothing runs, and for GPUs nothing is tuned, so it says nothing about speed.
+For GPUs, whose descriptions are in gpus/, `pip install 'jax[cuda12]'` brings the compiler, and
+for TPUs, `pip install libtpu`. Prints, for each device, what the program keeps and takes in
+memory, its attention kernels, and how often which collectives stand in the program's loops and
+outside. Nothing runs, and for GPUs nothing is tuned, so it says nothing about speed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What Flax lacks for a language model: kernels on a mesh, a scan over blocks, the loss in parts.
+"""What Flax lacks for a language model: kernels on a mesh, scanned blocks, the loss in parts.
 
 In the comments, B is the batch, T the tokens of a window, D the width, H the heads, and V the
 rows of the token embedding.
@@ -21,8 +21,8 @@ _SPLASH_BLOCK = 512  # tokens that the TPU's kernel takes at once
 def check_parameters(model: nnx.Module) -> nnx.Module:
     """`model`, if all its arrays are parameters that a train step treats right.
 
-    A step trains every array of a model, in float32. It would train a table of constants, forget
-    what dropout and batch norms count, and train what stands in two places as two arrays.
+    A step trains every array of a model, in float32. It would train a table of constants,
+    forget what dropout counts, and train what stands in two places as two arrays.
 
     Raises:
         ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
