@@ -115,7 +115,7 @@ def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
         if "query" in found:
             found = {part: found[part] for part in ("query", "key", "value")}
         parts[name] = jnp.concatenate([*found.values()], axis=-1)
-    return parts | {"wte.weight": parts["wte.weight"][: model.config.vocab_size]}
+    return dict(parts) | {"wte.weight": parts["wte.weight"][: model.config.vocab_size]}
 
 
 def _folder(name: str) -> Path:
