@@ -37,7 +37,8 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
     module = types.ModuleType("tutorial")
     sys.modules["tutorial"] = module
     vars(module).update(GIVEN)
-    for index, cell in enumerate(code_cells(path), 1):
+    cells = [cell for cell in code_cells(path) if cell.source[0] != "!"]  # a command
+    for index, cell in enumerate(cells, 1):
         tree = ast.parse(cell.source)
         tree.body = [node for node in tree.body if is_definition(node)]
         name = f"{path} code cell {index}"

@@ -25,7 +25,7 @@ LOCK = "python_depset.lock"  # which the registry's tools make
 INSTALL = (
     f"!uv pip install -r {LOCK} --system --no-deps --index-strategy unsafe-best-match"
 )
-TESTS = ("conftest", "test_config", "test_token_files")
+TESTS = ("conftest", "test_config", "test_device")
 FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 

@@ -3,7 +3,6 @@
 On a machine with GPUs or TPUs: JAX_PLATFORMS= python -m pytest -m device
 """
 
-import contextlib
 import dataclasses
 from functools import partial
 
@@ -17,10 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 pytestmark = pytest.mark.device
 KERNEL = {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"}[jax.default_backend()]
 WIDTHS = {"n_layer": 1, "n_head": 4, "n_embd": 256, "block_size": 512}
+CPU = Mesh(np.reshape(jax.devices("cpu")[0], (1, 1, 1)), ("data", "fsdp", "tensor"))
 # How far a loss may be from float32's, in nats per token; and gradients, as the length of the
-# difference in lengths of the exact ones. Sums in another order, and bfloat16's eight bits;
-# several times what a CPU shows.
+# difference in lengths of the exact ones. Several times what a CPU shows.
 FAR = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 0.05)}
+
+
+def put(x, mesh: Mesh, *axes: str):
+    """A pytree on the devices of `mesh`, whole or divided along its first axis."""
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def distance(found, exact, least: float = 1e-30) -> float:
@@ -29,42 +33,28 @@ def distance(found, exact, least: float = 1e-30) -> float:
     return np.linalg.norm(found - exact) / max(np.linalg.norm(exact), least)
 
 
-@contextlib.contextmanager
-def on_cpu():
-    """Let one device of the CPU be all that there is."""
-    device = jax.devices("cpu")[0]
-    mesh = Mesh(np.reshape(device, (1, 1, 1)), ("data", "fsdp", "tensor"))
-    with jax.default_device(device), jax.set_mesh(mesh):
-        yield
-
-
 @pytest.mark.parametrize("dtype", FAR)
 def test_gradients(tutorial, small, dtype):
     """The mean of two micro-batches on each device, with this platform's kernel."""
-    devices = jax.device_count()
-    sizes = {"batch_size": 2 * devices, "device_batch_size": 1, "loss_chunks": 2}
+    batch = {"batch_size": 2 * jax.device_count(), "device_batch_size": 1}
     kernel = KERNEL if dtype == "bfloat16" else "xla"  # cuDNN's knows no float32
-    ours = small(compute_dtype=dtype, attention=kernel, **WIDTHS, **sizes)
-    plain = dataclasses.replace(
-        ours, compute_dtype="float32", attention="xla", loss_chunks=1
-    )
+    kinds = {"compute_dtype": dtype, "attention": kernel, "loss_chunks": 2}
+    ours = small(**WIDTHS, **batch, **kinds)
+    plain = dataclasses.replace(ours, compute_dtype="float32", attention="xla")
     shape = (ours.batch_size, ours.block_size + 1)
     windows = np.random.default_rng(0).integers(0, ours.vocab_size, shape, np.uint16)
     windows[1::2, ::2] = 7  # micro-batches differ, so that their mean counts
     create = jax.jit(tutorial.create_model, static_argnums=0)
-    gradient = jax.value_and_grad(tutorial.loss_fn)
-    with on_cpu():
-        model = create(ours)
-        exact_loss, exact = jax.jit(gradient, static_argnums=2)(
-            create(plain), windows, plain
-        )
+    gradient = jax.jit(jax.value_and_grad(tutorial.loss_fn), static_argnames="config")
+    with jax.default_device(jax.devices("cpu")[0]):
+        model, plain_model = create(ours), put(create(plain), CPU)
+    with jax.set_mesh(CPU):
+        exact_loss, exact = gradient(plain_model, put(windows, CPU), plain)
     mesh = tutorial.create_mesh(ours)
-    model = jax.device_put(model, NamedSharding(mesh, PartitionSpec()))
-    windows = jax.device_put(windows, NamedSharding(mesh, PartitionSpec("data")))
-    mean = partial(tutorial.mean_over_batch, gradient)
+    mean = jax.jit(partial(tutorial.mean_over_batch, gradient), static_argnums=2)
     precision = "highest" if dtype == "float32" else "default"
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
-        loss, gradients = jax.jit(mean, static_argnums=2)(model, windows, ours)
+        loss, gradients = mean(put(model, mesh), put(windows, mesh, "data"), ours)
     assert abs(float(loss) - float(exact_loss)) <= FAR[dtype][0]
     pairs = [*zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True)]
     # A key's bias moves all scores of a query alike, so its exact gradient is zero.
@@ -81,10 +71,11 @@ def test_attention(tutorial, small):
         y, pull = jax.vjp(attention, x)
         return [y, *pull(weights.astype(y.dtype))]
 
-    shape = (2, 2, WIDTHS["block_size"], WIDTHS["n_embd"])
-    with on_cpu():
-        inputs = jax.random.normal(jax.random.key(0), shape)
-        exact = run(*inputs, compute_dtype="float32", attention="xla")
-    inputs = jax.device_put(inputs.astype(jnp.bfloat16), jax.devices()[0])
-    found = run(*inputs, compute_dtype="bfloat16", attention=KERNEL)
+    inputs = np.random.default_rng(0).normal(size=(2, 2, 512, 256)).astype(np.float32)
+    with jax.set_mesh(CPU):
+        exact = run(*put(inputs, CPU), compute_dtype="float32", attention="xla")
+    mesh = tutorial.create_mesh(small())
+    inputs = put(inputs.astype(jnp.bfloat16), mesh)
+    with jax.set_mesh(mesh):
+        found = run(*inputs, compute_dtype="bfloat16", attention=KERNEL)
     assert max(map(distance, found, exact)) <= 0.03
