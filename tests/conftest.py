@@ -75,9 +75,18 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope="session")
 def tutorial():
-    module = load_notebook()
-    jax.set_mesh(module.create_mesh(TrainingConfig()))  # as the page does
-    return module
+    return load_notebook()
+
+
+@pytest.fixture(autouse=True)
+def mesh(request):
+    """Of one device, as the page sets it, where a test uses the notebook."""
+    if "tutorial" not in request.fixturenames:
+        yield
+        return
+    create_mesh = request.getfixturevalue("tutorial").create_mesh
+    with jax.set_mesh(create_mesh(TrainingConfig())):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

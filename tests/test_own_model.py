@@ -9,7 +9,7 @@ from samples import python
 PROGRAM = """
 import json, os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-sys.path[:0] = ["examples", "tests"]
+sys.path[:0] = ["examples", "tests", "ci"]
 import jax, llama
 from conftest import load_notebook, small_config
 from samples import windows_for

@@ -1,7 +1,6 @@
-"""Text from a model, one token at a time, as nanoGPT writes it.
+"""Text from a model, one token at a time, without a cache, as nanoGPT writes it.
 
-Each token runs the model over the prompt and the answer so far, so no class needs a cache.
-In `transformers`, what `huggingface.export` writes has one.
+In `transformers`, what `huggingface.export` writes has a cache.
 """
 
 from collections.abc import Iterable

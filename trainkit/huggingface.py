@@ -57,12 +57,10 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
     head = tensors.pop("lm_head.weight", tensors.get("wte.weight"))
     expected = {k: x.shape for k, x in jax.eval_shape(_to_tensors, model).items()}
     found = {key: tensor.shape for key, tensor in tensors.items()}
-    if differing := [
-        f"{key} {found.get(key)}, expected {expected.get(key)}"
-        for key in sorted(found | expected)
-        if found.get(key) != expected.get(key)
-    ]:
-        raise ValueError(f"init_from: {path} has {'; '.join(differing[:3])}")
+    names = sorted({name for name, _ in found.items() ^ expected.items()})
+    if names:
+        shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
+        raise ValueError(f"init_from: {path} has {'; '.join(shapes)}")
     if not np.array_equal(head, tensors["wte.weight"]):
         raise ValueError(f"init_from: lm_head in {path} isn't wte, as in GPT-2")
     # `_to_tensors` cuts and joins, so its transpose joins and cuts.
