@@ -92,8 +92,8 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
         values = orbax.metadata(folder).custom_metadata["config"]
-        if jax.default_backend() == "cpu":
-            values["attention"] = "xla"  # which runs here, too
+        # These run anywhere, for texts of any length.
+        values |= {"attention": "xla", "scan_layers": False}
         model = jax.eval_shape(partial(create_model, TrainingConfig(**values)))
         abstract = {
             f"model/{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
