@@ -17,6 +17,7 @@ import pytest
 import ray
 import ray.train
 from conftest import read_arrays
+from samples import run
 
 
 def log_of(config) -> list[dict]:
@@ -108,14 +109,10 @@ def assert_equal_runs(config, reference) -> None:
 def losses_of_one_process(tutorial, config) -> list[float]:
     """The losses of the same run on a CPU in this process, without Ray Train."""
     config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
-    mesh, losses = tutorial.create_mesh(config), []
-    state = tutorial.create_state(config)
+    mesh, steps = tutorial.create_mesh(config), range(config.max_steps)
     with jax.set_mesh(mesh):
-        steps = range(config.max_steps)
-        for windows in tutorial.read_batches(config, mesh, "train", steps):
-            state, metrics = tutorial.train_step(state, windows, config)
-            losses.append(float(metrics["loss"]))
-    return losses
+        batches = tutorial.read_batches(config, mesh, "train", steps)
+        return run(tutorial, config, batches)[1]
 
 
 def assert_losses_of_one_process(tutorial, config, atol: float = 1e-4) -> None:

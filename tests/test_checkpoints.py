@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,16 +131,6 @@ def test_a_save_that_fails_says_so_to_all_who_wait(run, tmp_path):
         assert saved(run.config) == [FIRST] and run.restore(FIRST)[0].step == 10
 
 
-HOLD = """
-import sys
-from filelock import FileLock
-lock = FileLock(sys.argv[1], fallback_to_soft=False)
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_one_launch_at_a_time(small, monkeypatch, capfd):
     """Who has the run is named, until it is killed; or the file system has no locks."""
     monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
@@ -152,7 +141,7 @@ def test_one_launch_at_a_time(small, monkeypatch, capfd):
         checkpoints._lock.release()
 
     lock()
-    command = [sys.executable, "-c", HOLD, str(config.run_path / "lock")]
+    command = ["flock", "-o", config.run_path / "lock", "sh", "-c", "echo; cat"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as holder:
         holder.stdout.readline()
