@@ -2,13 +2,12 @@
 
     python benchmarks/train_step.py [configs/gpt2-124m.yaml] [--original ORIGINAL.md]
 
-Trains GPT-2 124M with random tokens on the devices that JAX finds in this process, as many
-windows at once as the configuration says; without one, 2 windows of 256 tokens in float32 on
-the CPU. Beside it, in processes of their own and round after round: the step of the tutorial
-that this one replaces, if `--original` names its Markdown, and on a CPU, Hugging Face's GPT-2
-in PyTorch with the same loss, optimizer, and batch. The rows show the median of the rounds.
-Speed is that of the median step, without the first two. MFU, model FLOPs utilization, is the
-share of the peak in the device's data sheet.
+Trains GPT-2 124M with random tokens on the devices that JAX finds, with as many windows at
+once as the configuration says; without one, 2 windows of 256 tokens in float32 on the CPU.
+Beside it: the step of the tutorial that this one replaces, if `--original` names its Markdown,
+and on a CPU, Hugging Face's GPT-2 in PyTorch with the same loss, optimizer, and batch. Each
+row shows the median of the rounds, and a round the median step, without the first two. MFU,
+model FLOPs utilization, is the share of the peak in the device's data sheet.
 """
 
 import argparse
@@ -21,7 +20,11 @@ from pathlib import Path
 from statistics import median
 
 import common
+import jax
 import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from trainkit.config import TrainingConfig, load_config
 
@@ -34,9 +37,7 @@ PEAK_FLOPS = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2_250e12,
     "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
 
@@ -49,16 +50,12 @@ def random_windows(config: TrainingConfig) -> np.ndarray:
 
 def our_step(config: TrainingConfig) -> Callable:
     """The notebook's step, fed from the devices' memory."""
-    import jax
-
     tutorial = common.load_notebook()
     mesh = tutorial.create_mesh(config)
     jax.set_mesh(mesh)
     state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
-    batch = jax.sharding.PartitionSpec(("data", "fsdp"))
-    windows = jax.device_put(
-        random_windows(config), jax.sharding.NamedSharding(mesh, batch)
-    )
+    batch = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    windows = jax.device_put(random_windows(config), batch)
 
     def step():
         nonlocal state
@@ -70,10 +67,6 @@ def our_step(config: TrainingConfig) -> Callable:
 
 def original_step(config: TrainingConfig, path: str) -> Callable:
     """The original's step in GPT-2's size, its default; its dropout is 0.1."""
-    import jax
-    import optax
-    from flax import nnx
-
     nnx.use_eager_sharding(False)  # its annotations need a mesh otherwise
     names = {"os": os, "np": np}
     parts = "import flax.nnx|class (TrainingConfig|GPT2)|def train_step"
@@ -128,8 +121,6 @@ def pytorch_step(config: TrainingConfig, compiled: bool) -> Callable:
 
 def measure(path: str | None, steps: int, make_step: Callable, *arguments) -> tuple:
     """Tokens/s, MFU or 0 where it has no meaning, and the devices' name."""
-    import jax
-
     config = load_config(path) if path else ON_CPU
     count = jax.device_count() if make_step is our_step else 1
     config = dataclasses.replace(config, batch_size=count * config.device_batch_size)
@@ -143,8 +134,7 @@ def measure(path: str | None, steps: int, make_step: Callable, *arguments) -> tu
     peak = next((PEAK_FLOPS[k] for k in PEAK_FLOPS if kind.startswith(k)), np.inf)
     # As nanoGPT's estimate_mfu: N has no position embedding.
     shapes = jax.eval_shape(lambda: common.load_notebook().create_model(config))
-    weights = sum(x.size for x in jax.tree.leaves(shapes))
-    weights -= config.block_size * config.n_embd
+    weights = sum(x.size for x in jax.tree.leaves(shapes)) - shapes.wpe.embedding.size
     flops = 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
     return float(speed), speed * flops / peak / count, f"{count} x {kind}"
 
