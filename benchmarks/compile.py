@@ -26,9 +26,9 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # others may compile at the same
 
 import common
 import jax
-import yaml
 from jax.experimental import topologies
 from ray.train import ScalingConfig
+from ruamel.yaml import YAML
 
 import trainkit.config
 import trainkit.workers
@@ -73,7 +73,9 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
     arguments = parser.parse_args()
     changes = dict(change.split("=", 1) for change in arguments.changes)
-    changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+    changes = {
+        key: YAML(typ="safe", pure=True).load(value) for key, value in changes.items()
+    }
     config = trainkit.config.load_config(arguments.config, **changes)
     tutorial = common.load_notebook()
     devices = virtual_devices(arguments.devices, config)

@@ -6,13 +6,16 @@ import threading
 from functools import partial
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # "" lets `-m device` find others
 os.environ["RAY_ADDRESS"] = "local"  # never a cluster that happens to be here
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
+for wait in ("raylet_start_wait_time_s", "gcs_server_port_wait_time_s"):
+    os.environ[f"RAY_{wait}"] = "120"  # a machine may be busy
+os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = str(ROOT / "build/jax-cache")  # for all runs
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE)

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 import ray
-import yaml
 from conftest import ROOT, stop_ray
+from ruamel.yaml import YAML
 
 
 @pytest.mark.extra
@@ -18,10 +18,10 @@ def test_notebook_runs_as_a_job(tmp_path):
         shutil.copytree(ROOT / name, folder / name)
     for name in (".gitignore", "README.ipynb"):  # Ray leaves out what the first names
         shutil.copy(ROOT / name, folder)
-    settings = yaml.safe_load((ROOT / "configs/smoke.yaml").read_text())
+    settings = YAML().load((ROOT / "configs/smoke.yaml").read_text())
     settings |= {"max_steps": 6, "eval_interval": 3, "run_name": "job"}
     settings |= {"data_dir": f"{storage}/data", "storage_path": f"{storage}/runs"}
-    (folder / "configs/books.yaml").write_text(yaml.safe_dump(settings))
+    YAML().dump(settings, folder / "configs/books.yaml")
 
     guide, words = (ROOT / "docs/guide.md").read_text(), "jupyter nbconvert --to script"
     (commands,) = re.findall(rf"```bash\n({words}.*?)```", guide, re.DOTALL)

@@ -1,8 +1,8 @@
 """What the notebook README.ipynb doesn't need to show.
 
 tokenizers    tiktoken's and Hugging Face's, by name
-token_files   train.bin and val.bin, and the order of their windows
 config        what decides a run: TrainingConfig, load_config
+token_files   train.bin and val.bin, and the order of their windows
 huggingface   published weights in, the trained model out
 corpus        documents into token files
 layers        attention's kernels, the loss in parts, scanned blocks
