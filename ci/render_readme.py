@@ -25,7 +25,9 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUTS = ROOT / "docs/outputs.json"
-RAY = re.compile(r"^(\x1b\[\d+m)?\((RayTrainWorker|TrainController) .*?\)(\x1b\[0m)? ?")
+RAY = re.compile(
+    r"^(\x1b\[\d+m)*\((RayTrainWorker |TrainController |raylet).*?\)(\x1b\[0m)? ?"
+)
 STEP = re.compile(r"^step \d+ \|")
 
 
@@ -65,6 +67,7 @@ def text_of(cell: nbformat.NotebookNode, folder: Path) -> str:
 def shorten(text: str) -> str:
     """What a cell printed, without Ray's prefixes; of a log's steps, the first and last."""
     lines = [RAY.sub("", line).rstrip() for line in text.strip("\n").splitlines()]
+    lines = [line.partition(" To troubleshoot the problem")[0] for line in lines]
     shown = []
     for is_step, group in itertools.groupby(lines, lambda line: bool(STEP.match(line))):
         group = [*group]
