@@ -102,9 +102,9 @@ def start(settings: dict) -> TrainingConfig:
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
-    one = ray.data.ExecutionResources.for_limits(cpu=1)
-    # For its windows. Without this, each worker's dataset asks an autoscaler for more.
-    data.execution_options.resource_limits = one
+    # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.
+    limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
+    data.execution_options.resource_limits = limits
     return config
 
 
