@@ -44,7 +44,7 @@ UV = ["uv", "run", "--no-sync", "--offline", "python"]
 JOINED = pytest.param(True, [sys.executable], id="joined", marks=pytest.mark.extra)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.parametrize("joins, runner", [pytest.param(False, UV, id="uv"), JOINED])
 def test_a_run_among_others(tmp_path, request, joins, runner):
     """Another cluster that comes and goes, uv, and proxies that don't answer.
@@ -77,7 +77,7 @@ def test_a_run_among_others(tmp_path, request, joins, runner):
         assert line.startswith("2 devices /")
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_variables_of_jax():
     """A step, an evaluation, and logits, in a process where JAX is set up in another way."""
     script = """
