@@ -77,7 +77,7 @@ def test_a_run_among_others(tmp_path, request, joins, runner):
         assert line.startswith("2 devices /")
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 def test_variables_of_jax():
     """A step, an evaluation, and logits, in a process where JAX is set up in another way."""
     script = """
