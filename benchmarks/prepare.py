@@ -26,7 +26,6 @@ import datasets
 import numpy as np
 import tiktoken
 
-from trainkit import corpus
 from trainkit.config import TrainingConfig
 
 
@@ -67,7 +66,7 @@ def nanogpt(parts: list[datasets.Dataset], folder: Path) -> None:
 def ours(parts: list[datasets.Dataset], folder: Path) -> None:
     """Write the tokens of documents as the notebook does."""
     tutorial = common.load_notebook()
-    tutorial.DATASETS["pages"] = lambda: [corpus.from_datasets(part) for part in parts]
+    tutorial.DATASETS["pages"] = lambda: parts
     few = {"batch_size": 1, "eval_steps": 1, "block_size": 64}
     config = TrainingConfig(dataset="pages", data_dir=str(folder), **few)
     tutorial.prepare_dataset(config)

@@ -74,3 +74,23 @@ def test_each_configuration_fits_its_gpu(report_on, name, devices, room):
     report = report_on(name, devices, *options)
     assert report["attention_kernels"]
     assert report["state_gib"] + report["temporary_gib"] < room
+
+
+SLICES = """
+import sys
+sys.path.append("tests")
+from jax.experimental import mesh_utils, topologies
+from samples import run_from_guide
+options = {"topology_name": "v6e:4x4", "num_slices": 2}
+devices = topologies.get_topology_desc(platform="tpu", **options).devices
+names = {"mesh_utils": mesh_utils, "devices": devices}
+names |= {"shape": (8, 4, 1), "fsdp": 4, "tensor": 1}
+grid = run_from_guide("create_hybrid_device_mesh", names)["grid"]
+print([[device.slice_index for device in row] for row in grid[:, :, 0]])
+"""
+
+
+@pytest.mark.slow
+def test_only_data_crosses_the_network_between_slices(tmp_path):
+    said = python(SLICES, TPU_LOG_DIR=str(tmp_path), TPU_SKIP_MDS_QUERY="1")
+    assert json.loads(said.splitlines()[-1]) == [[0] * 4] * 4 + [[1] * 4] * 4

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from notebook_module import load_notebook
+from samples import run_from_guide
 
 from trainkit.config import RecipeConfig, TrainingConfig, fingerprint, load_config
 
@@ -36,12 +37,11 @@ def test_the_files_are_configurations_of_the_notebook(tutorial, name):
     path.write_text(text)
     config = load_config(path)
     assert config.dataset in tutorial.DATASETS
+    if config.machines == "nodes_of_8_gpus":
+        run_from_guide('SCALING["nodes_of_8_gpus"]', vars(tutorial))
     scaling = tutorial.SCALING[config.machines]
     gpus, tpus = scaling.num_gpus_per_worker, scaling.num_tpus_per_worker
-    devices = int(scaling.num_workers * max(gpus, tpus, 1))
-    if config.machines == "nodes_of_8_gpus":
-        devices = 32  # as its first comment says; here there is one node
-    config.split(devices)
+    config.split(int(scaling.num_workers * max(gpus, tpus, 1)))
 
 
 def test_defaults_are_nanogpts(load):

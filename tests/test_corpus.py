@@ -58,6 +58,11 @@ def few() -> list[ray.data.Dataset]:
     return from_rows({"text": "to be"}, {"text": "or not"})
 
 
+def tokenized(made):
+    """Makes this of each of the few documents."""
+    return lambda: [part.map(lambda row: made) for part in few()]
+
+
 def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     """As nanoGPT's prepare.py writes it; three tasks read from the library's cache."""
     texts = [f"{i}<|endoftext|> é 漢字 {'lorem ipsum, ' * 900}" for i in range(1_500)]
@@ -65,11 +70,12 @@ def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     options = {"data_files": f"{tmp_path}/a.jsonl", "cache_dir": f"{tmp_path}/cache"}
     pages = datasets.load_dataset("json", split="train", **options)
-    parts = pages.train_test_split(test_size=0.05, seed=2357, shuffle=True).values()
-    manifest = prepare(gpt2(), lambda: [corpus.from_datasets(part) for part in parts])
-    assert written(gpt2()) == [encode(part["text"]) for part in parts]
+    parts = pages.train_test_split(test_size=0.05, seed=2357, shuffle=True)
+    manifest = prepare(gpt2(), lambda: parts)
+    assert written(gpt2()) == [encode(part["text"]) for part in parts.values()]
     assert manifest["documents"] == {"train": 1_425, "val": 75}
-    assert corpus.from_datasets(pages).materialize().num_blocks() == 3
+    (read, _) = corpus.documents(gpt2(), lambda: (pages, pages))
+    assert read.materialize().num_blocks() == 3
 
 
 def test_builtin_text_byte_for_byte(gpt2, tutorial, cluster):
@@ -85,15 +91,15 @@ def test_documents_keep_their_order(gpt2, cluster):
         time.sleep(0.2 if row["id"] < 10 else 0)  # the first of four blocks
         return {"tokens": np.uint16(row["id"]).tobytes()}
 
-    parts = [ray.data.range(40, override_num_blocks=4).map(one)] * 2
-    corpus.write(gpt2(), parts, few)
+    part = ray.data.range(40, override_num_blocks=4).map(one)
+    corpus.write(gpt2(), lambda: [part, part], few)
     assert written(gpt2()) == [[*range(40)]] * 2
 
 
 @pytest.mark.parametrize(
     "rows",
     [[{"text": None}], [{"text": 3.5}], [{"a": 1}], [{"text": ""}] * 100 + [{"text": 0}]],
-    ids=["null", "number", "other columns", "after what `checked` reads"],
+    ids=["null", "number", "other columns", "after what `documents` reads"],
 )  # fmt: skip
 def test_what_is_no_text_is_named(gpt2, prepare, rows):
     words = f"expected a string in a column text, found {rows[-1]}"
@@ -116,18 +122,18 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
 def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
     errors = (ray.exceptions.RayTaskError, KeyError, TypeError, ValueError)
     with pytest.raises(errors, match=words):
-        corpus.write(gpt2(), [part.map(lambda row: made) for part in few()], few)
+        corpus.write(gpt2(), tokenized(made), few)
 
 
 def test_too_few_documents_or_windows(gpt2, cluster):
     """Tokens that a smaller batch can use stay."""
-    parts = [part.map(lambda row: {"tokens": b"\1\0" * 9}) for part in few()]
+    nine = tokenized({"tokens": b"\1\0" * 9})
     with pytest.raises(ValueError, match="no documents, found {'train': 2, 'val': 0}"):
-        corpus.write(gpt2(), [parts[0], parts[1].limit(0)], few)
+        corpus.write(gpt2(), lambda: [nine()[0], nine()[1].limit(0)], few)
     assert nothing_in(gpt2())
     with pytest.raises(ValueError, match="{'train': 17, 'val': 17} windows.* 18 of"):
-        corpus.write(gpt2(batch_size=18), parts, few)
-    assert corpus.existing(gpt2(), few)["documents"] == {"train": 2, "val": 2}
+        corpus.write(gpt2(batch_size=18), nine, few)
+    assert corpus.write(gpt2(), None, few)["documents"] == {"train": 2, "val": 2}
 
 
 def test_two_preparations_at_once(gpt2, prepare):
@@ -147,9 +153,9 @@ def test_two_preparations_at_once(gpt2, prepare):
 def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepare):
     """With the lines that differ; a run with another seed uses the tokens."""
     manifest = prepare(gpt2(), few)
-    assert corpus.existing(gpt2(seed=2), few, tutorial.tokenize) == manifest
+    assert corpus.write(gpt2(seed=2), None, few, tutorial.tokenize) == manifest
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
-        corpus.existing(gpt2(), few, encode)  # in place of `tokenize`
+        corpus.write(gpt2(), None, few, encode)  # in place of `tokenize`
     lines = str(error.value).splitlines()
     assert "-    tokenizer = tokenizers.load(config.tokenizer)" in lines
     assert "+    encoding = tiktoken.get_encoding('gpt2')" in lines
@@ -159,7 +165,7 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepar
         ({"vocab_size": 65_537}, "dtype: uint16"),
     ):
         with pytest.raises(FileExistsError, match=f"\n-{line}\n"):
-            corpus.existing(gpt2(**changes), few, tutorial.tokenize)
+            corpus.write(gpt2(**changes), None, few, tutorial.tokenize)
 
 
 def test_bare_files_are_taken(small, write_bins, tutorial, capsys):

@@ -98,4 +98,4 @@ def test_what_changes_texts_is_refused(cluster, small, tmp_path, changes, words)
     byte_pairs(path, TEXTS)
     change(path, **changes)
     with pytest.raises(ValueError, match=f"(?s)^tokenizer: .*{words}"):
-        corpus.checked(small(tokenizer=str(path)), documents())
+        corpus.documents(small(tokenizer=str(path)), documents)

@@ -118,14 +118,15 @@ def test_a_batch_that_workers_cant_share_is_refused_in_the_driver(cluster, small
     ]
     for scaling, changes, words in refused:
         with pytest.raises(ValueError, match=words):
-            trainkit.workers.check(small(**changes), scaling)
+            trainkit.workers.settings(small(**changes), scaling, None)
 
 
-def test_what_the_cluster_lacks_is_said(cluster, small, capsys):
-    config = small(batch_size=840)
-    trainkit.workers.check(config, ScalingConfig(num_workers=(4, 8)))  # 4 are there
+def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, capsys):
+    config, create = write_bins(small(batch_size=840)), tutorial.create_state
+    scaling = ScalingConfig(num_workers=(4, 8))  # 4 are there
+    trainkit.workers.settings(config, scaling, create)
     assert not capsys.readouterr().out
-    trainkit.workers.check(config, ScalingConfig(num_workers=8))
+    trainkit.workers.settings(config, ScalingConfig(num_workers=8), create)
     assert re.search("ask for .*8.*cluster has .*4", capsys.readouterr().out)
 
 

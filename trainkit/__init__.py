@@ -17,9 +17,9 @@ import sys
 
 # What Ray and JAX say of each start, and a notebook needn't show.
 _STARTS = (
-    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank",
-    r"Requesting resources|Attempting to start|Reporting training|PreemptionWatcher",
-    r"preemption_sync",
+    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank|"
+    "Requesting resources|Attempting to start|Reporting training|PreemptionWatcher|"
+    "preemption_sync"
 )
 
 
@@ -30,18 +30,13 @@ def set_up_driver() -> None:
         RuntimeError: JAX was imported before, and may have claimed this machine's devices.
     """
     if "jax" in sys.modules and os.environ.get("JAX_PLATFORMS") != "cpu":
-        raise RuntimeError(
-            "jax is imported already. Restart the kernel, and run all cells."
-        )
+        raise RuntimeError("jax is imported already: restart the kernel, run all cells")
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
-    os.environ.setdefault(
-        "grpc_proxy", ""
-    )  # calls between workers don't go through a proxy
+    # Calls between workers don't go through an HTTP proxy.
+    os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault(
-        "RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_STARTS)
-    )  # "" shows all
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _STARTS)  # "" shows all
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

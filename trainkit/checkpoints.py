@@ -111,9 +111,7 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
     context = orbax.Context()
     context.multiprocessing.primary_host = None  # each worker makes its own folders
     context.asynchronous.create_directories_asynchronously = False
-    context.array.saving.use_ocdbt = (
-        False  # its files have the same names on all workers
-    )
+    context.array.saving.use_ocdbt = False  # whose files have one name on all workers
     context.array.saving.use_replica_parallel = False
     # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
     name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"

@@ -32,26 +32,13 @@ def help_pages() -> list[str]:
     return [page for page in pages if page]
 
 
-def from_datasets(documents: datasets.Dataset) -> Dataset:
-    """The column `text` of a dataset, in order.
+def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
+    """What `dataset()` gives, to train on and to validate with, as Ray Datasets.
 
-    Each task reads its rows from the library's cache, which all nodes must see;
-    `ray.data.from_huggingface` would copy them through this process's memory.
-    """
-    documents = documents.select_columns("text").with_format("arrow")
-    shared = ray.put(documents)  # of what is in files, a description
+    A row without a string in the column `text` ends the reading.
 
-    def read(numbers: pa.Table) -> pa.Table:
-        return ray.get(shared).select(numbers["id"].to_pylist())[:]
-
-    each = documents.data.nbytes / documents.data.num_rows  # bytes
-    tasks = min(math.ceil(len(documents) * each / 2**23), len(documents))
-    numbers = ray.data.range(len(documents), override_num_blocks=tasks)
-    return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
-
-
-def checked(config: TrainingConfig, parts: tuple[Dataset, Dataset]) -> list[Dataset]:
-    """The same documents; a row without a string in the column `text` ends the reading.
+    Args:
+        dataset: returns two Datasets of Ray, or two of Hugging Face's library.
 
     Raises:
         ValueError: the tokenizer changes one of the first hundred.
@@ -62,7 +49,12 @@ def checked(config: TrainingConfig, parts: tuple[Dataset, Dataset]) -> list[Data
             raise ValueError(f"expected a string in a column text, found {row!r:.200}")
         return {"text": row["text"]}
 
-    parts = [part.map(check) for part in parts]
+    made = dataset()
+    parts = made.values() if isinstance(made, dict) else made
+    parts = [
+        (_to_ray(part) if isinstance(part, datasets.Dataset) else part).map(check)
+        for part in parts
+    ]
     tokenizer = tokenizers.load(config.tokenizer)
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
@@ -77,16 +69,61 @@ def checked(config: TrainingConfig, parts: tuple[Dataset, Dataset]) -> list[Data
     return parts
 
 
-def existing(config: TrainingConfig, *functions: Callable) -> dict | None:
-    """The manifest of the tokens in `config.data_dir`; None if they are still to be made.
+def write(
+    config: TrainingConfig, tokenized: Callable[[], list[Dataset]], *functions: Callable
+) -> dict:
+    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
 
     Args:
+        tokenized: gives what to train on, and to validate with: rows of `tokens`, a
+            document's as the bytes of numbers of `config.token_dtype`. It isn't called if the
+            tokens are there.
         functions: those that give the documents, and make tokens of them.
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: they can't be trained on, as `token_files.check` says.
+        ValueError: one part has no documents, or as `token_files.check` says.
     """
+    if manifest := _existing(config, *functions):
+        return manifest
+    manifest = {"made_from": _describe(config, *functions)}
+    try:
+        with token_files.new_folder(config.data_dir) as folder:
+            for split, part in zip(token_files.SPLITS, tokenized()):
+                found = _append(folder / f"{split}.bin", part, config.token_dtype)
+                for key, value in found.items():
+                    manifest.setdefault(key, {})[split] = value
+            if not all(manifest["documents"].values()):
+                raise ValueError(
+                    f"dataset: one part has no documents, found {manifest['documents']}"
+                )
+            (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    except OSError:
+        if not (Path(config.data_dir) / "manifest.json").exists():
+            raise  # or else another process was faster
+    return _existing(config, *functions)
+
+
+def _to_ray(part: datasets.Dataset) -> Dataset:
+    """The column `text` of a dataset, in order.
+
+    Each task reads its rows from the library's cache, which all nodes must see;
+    `ray.data.from_huggingface` would copy them through this process's memory.
+    """
+    part = part.select_columns("text").with_format("arrow")
+    shared = ray.put(part)  # of what is in files, a description
+
+    def read(numbers: pa.Table) -> pa.Table:
+        return ray.get(shared).select(numbers["id"].to_pylist())[:]
+
+    each = part.data.nbytes / part.data.num_rows  # bytes
+    tasks = min(math.ceil(len(part) * each / 2**23), len(part))
+    numbers = ray.data.range(len(part), override_num_blocks=tasks)
+    return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
+
+
+def _existing(config: TrainingConfig, *functions: Callable) -> dict | None:
+    """The manifest of the tokens in `config.data_dir`; None if they are still to be made."""
     folder = Path(config.data_dir)
     names = {path.name for path in folder.glob("*")}
     if not names:
@@ -109,35 +146,6 @@ def existing(config: TrainingConfig, *functions: Callable) -> dict | None:
         )
     token_files.check(config, manifest)
     return manifest
-
-
-def write(config: TrainingConfig, parts: list[Dataset], *functions: Callable) -> dict:
-    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
-
-    Args:
-        parts: to train on, and to validate with: rows of `tokens`, a document's as the
-            bytes of numbers of `config.token_dtype`.
-        functions: those that made them, as `existing` takes them.
-
-    Raises:
-        ValueError: one of the two has no documents, or as `token_files.check` says.
-    """
-    manifest = {"made_from": _describe(config, *functions)}
-    try:
-        with token_files.new_folder(config.data_dir) as folder:
-            for split, part in zip(token_files.SPLITS, parts):
-                found = _append(folder / f"{split}.bin", part, config.token_dtype)
-                for key, value in found.items():
-                    manifest.setdefault(key, {})[split] = value
-            if not all(manifest["documents"].values()):
-                raise ValueError(
-                    f"dataset: one part has no documents, found {manifest['documents']}"
-                )
-            (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    except OSError:
-        if not (Path(config.data_dir) / "manifest.json").exists():
-            raise  # or else another process was faster
-    return existing(config, *functions)
 
 
 def _append(path: Path, tokenized: Dataset, dtype: str) -> dict:

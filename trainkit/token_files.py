@@ -144,17 +144,18 @@ def windows_of(config: TrainingConfig, split: str, step: int) -> np.ndarray:
     return windows
 
 
-def read(config: TrainingConfig, split: str, windows: np.ndarray) -> np.ndarray:
-    """The windows with these numbers, `config.token_dtype` [..., block_size + 1].
+def read(config: TrainingConfig, split: str, step: int, rows: np.ndarray) -> np.ndarray:
+    """These rows of the batch of a step, `config.token_dtype` [rows, block_size + 1].
 
     Raises:
         OSError: the file ends too soon.
     """
+    windows = windows_of(config, split, step)[rows]
     T = config.block_size
-    tokens = np.empty((windows.size, T + 1), config.token_dtype)
+    tokens = np.empty((len(windows), T + 1), config.token_dtype)
     with path_of(config, split).open("rb", buffering=0) as file:  # faster than a memmap
-        for row, window in zip(tokens, windows.ravel().tolist()):
+        for row, window in zip(tokens, windows.tolist()):
             file.seek(window * T * tokens.itemsize)
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{file.name} ended in window {window}")
-    return tokens.reshape(*windows.shape, T + 1)
+    return tokens

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import socket
+from collections.abc import Callable
 
 import jax
 import ray
@@ -14,7 +15,7 @@ import ray.train
 import ray.train.collective
 from ray.train import ScalingConfig
 
-from trainkit import checkpoints, token_files
+from trainkit import checkpoints, layers, token_files
 from trainkit.config import TrainingConfig
 
 
@@ -25,15 +26,22 @@ def default_config() -> str:
     return os.environ.get("GPT2_CONFIG") or f"configs/{[*fitting, 'smoke'][0]}.yaml"
 
 
-def check(config: TrainingConfig, scaling: ScalingConfig) -> None:
-    """Refuse workers that can't share a batch, as `config.split` does, and say what lacks.
+def settings(
+    config: TrainingConfig, scaling: ScalingConfig, create_state: Callable
+) -> dict:
+    """What `start` gets, after a look at all that would fail on the workers.
 
-    Machines may still come, so Ray waits for those that aren't there.
+    Machines may still come, so a line says what the cluster lacks, and Ray waits.
+
+    Raises:
+        FileNotFoundError: there are no tokens.
+        ValueError: the workers can't share a batch, or `create_state(config)` fails.
     """
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
     step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
     for workers in range(scaling.min_workers, scaling.max_workers + 1, step):
         config.split(int(workers * each))
+    jax.eval_shape(lambda: layers.check_parameters(create_state(config).model))
     asked = scaling.total_resources
     share = scaling.min_workers / scaling.max_workers
     there = {kind: ray.cluster_resources().get(kind, 0) for kind in asked}
@@ -41,6 +49,7 @@ def check(config: TrainingConfig, scaling: ScalingConfig) -> None:
         print(
             f"The workers ask for {asked}. The cluster has {there}, so Ray waits for more."
         )
+    return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
 
 
 def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
@@ -74,8 +83,7 @@ def start(settings: dict) -> TrainingConfig:
     """Start as one of the workers; only one launch has the run, with the same tokens on all.
 
     Args:
-        settings: `config`, the values of a `TrainingConfig`, and `tokens`, what
-            `token_files.digest` says in the driver, or None for a run without token files.
+        settings: those of the function `settings`; without token files, `tokens` is None.
 
     Raises:
         RuntimeError: another launch has the run, or the workers form no JAX program.
