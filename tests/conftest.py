@@ -24,7 +24,6 @@ import jax
 import numpy as np
 import pytest
 import ray
-import ray.train
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
@@ -65,10 +64,18 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope="session")
 def tutorial():
-    """The notebook as a module, with a mesh of all devices, as the page sets it."""
-    notebook = load_notebook()
-    jax.set_mesh(notebook.create_mesh(TrainingConfig()))
-    return notebook
+    return load_notebook()
+
+
+@pytest.fixture(autouse=True)
+def mesh(request):
+    """Of one device, as the page sets it, where a test uses the notebook."""
+    if "tutorial" not in request.fixturenames:
+        yield
+        return
+    create_mesh = request.getfixturevalue("tutorial").create_mesh
+    with jax.set_mesh(create_mesh(TrainingConfig())):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
