@@ -37,6 +37,8 @@ from samples import run_from_guide
 
 from trainkit import checkpoints
 
+RECORD = "checkpoint_manager_snapshot.json"
+
 
 @pytest.mark.slow
 def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
@@ -90,12 +92,13 @@ def test_launches_of_a_run(tutorial, cluster, reference, tmp_path):
         refused.touch()
         result()
     assert saved(config) == ["step_00000016", "step_00000024"]
+    log = log_of(config)
     config = replace(config, max_steps=30)
     trainer = tutorial.make_trainer(config)
     trainer.scaling_config = replace(trainer.scaling_config, num_workers=1)
     trainer.fit()
     losses, expected = ([x["loss"] for x in log_of(c)] for c in (config, reference))
-    assert losses[:24] == expected[:24]
+    assert log_of(config)[:24] == log and losses[:24] == expected[:24]
     np.testing.assert_allclose(losses, expected[:30], atol=1e-4)
 
 
@@ -146,7 +149,7 @@ def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, refe
     config = replace(reference, run_name="harmed", max_failures=0)
     shutil.copytree(reference.run_path, config.run_path)
     newest = config.run_path / saved(config)[-1]
-    record = config.run_path / "checkpoint_manager_snapshot.json"
+    record = config.run_path / RECORD
     harms = {
         "does not exist anymore": newest.rmtree,
         "Expecting value": lambda: record.write_text(""),
@@ -157,6 +160,7 @@ def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, refe
             tutorial.make_trainer(config).fit()
     record.unlink()
     assert tutorial.make_trainer(config).fit().checkpoint.path == str(newest)
+    assert log_of(config)[:8] == log_of(reference)[:8]  # not again
     assert_equal_runs(config, reference)
 
 
@@ -245,15 +249,18 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
     staged = Path(tempfile.gettempdir())
 
-    def uploading() -> bool:  # the third checkpoint, which nobody evaluated
-        return len(log_of(config)) >= 20 and any(staged.glob("killed-*/1/step_*_*"))
+    def uploading() -> bool:  # another checkpoint than the first
+        recorded = (config.run_path / RECORD).exists()
+        return recorded and any(staged.glob("killed-*/1/step_*_*"))
 
     fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.02)).fit
     with in_the_background(fit) as finish:
         wait_for(uploading, pause=0.002, what="an upload")
         kill(config, 1)
+        log = log_of(config)
         result = finish()
     assert len(starts_of(config)) == 2
+    assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
     assert_equal_runs(config, reference)
 
     # Pruned to the two best and the latest.
@@ -265,8 +272,10 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     assert model.config == config
 
     # A finished run goes on.
+    log = log_of(config)
     config = replace(config, max_steps=32)
     assert tutorial.make_trainer(config).fit().metrics["step"] == 32
+    assert log_of(config)[:24] == log
     assert_equal_runs(config, reference)
 
 
