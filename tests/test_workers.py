@@ -99,6 +99,7 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform):
     found = trainkit.workers.environment(small(), SCALINGS[platform])
     assert found["JAX_PLATFORMS"] == platform
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
+    assert found["JAX_ENABLE_COMPILATION_CACHE"] == str(platform != "cpu")
     assert found["grpc_proxy"] == ""
     ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0 "
     assert found["XLA_FLAGS"] == ours * (platform == "cuda") + "--mine"  # the last wins
