@@ -48,7 +48,7 @@ def test_each_configuration_fits_its_devices(run, room):
 
 SLICES = """
 import sys
-sys.path.append("tests")
+sys.path += ["tests", "ci"]
 from jax.experimental import mesh_utils, topologies
 from samples import run_from_guide
 options = {"topology_name": "v6e:4x4", "num_slices": 2}

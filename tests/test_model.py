@@ -31,15 +31,16 @@ def test_initialization(tutorial, small):
 
 
 def test_bfloat16_sums_in_float32(tutorial, small):
-    """The gradient of a frequent token, over 4,000 places, which bfloat16 couldn't hold."""
+    """The loss, and the gradient of a frequent token, a sum over 4,000 places."""
     windows = random_tokens(small(), (500, 17))
     windows[:, 1::2] = 7  # half of all inputs
 
-    def gradient_of_7(compute_dtype):
+    def loss_and_gradient(compute_dtype):
         config = small(compute_dtype=compute_dtype)
-        gradient = jax.jit(jax.grad(tutorial.loss_fn), static_argnames="config")
-        found = gradient(tutorial.create_model(config), windows, config)
-        return np.asarray(found.wte.embedding[7])
+        both = jax.jit(jax.value_and_grad(tutorial.loss_fn), static_argnames="config")
+        loss, gradient = both(tutorial.create_model(config), windows, config)
+        return float(loss), np.asarray(gradient.wte.embedding[7])
 
-    exact, found = map(gradient_of_7, ("float32", "bfloat16"))
+    (exact_loss, exact), (loss, found) = map(loss_and_gradient, ("float32", "bfloat16"))
+    assert loss == pytest.approx(exact_loss, abs=2e-3)
     assert np.linalg.norm(found - exact) < 0.02 * np.linalg.norm(exact)
