@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -11,13 +10,17 @@ import subprocess
 import time
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 import ray
 import ray.train
-from conftest import read_arrays
-from samples import run
+from ray.train import ScalingConfig
+from ray.train.v2.jax import JaxTrainer
+
+
+def as_worker(function):
+    """What `function` returns, which Ray Train runs as its only worker, in this process."""
+    alone = ScalingConfig(num_workers=0)
+    return JaxTrainer(lambda: function(), scaling_config=alone).fit().return_value
 
 
 def log_of(config) -> list[dict]:
@@ -54,74 +57,6 @@ def wait_for(condition, seconds: float = 600, pause=0.02, what: str = "condition
         time.sleep(pause)
 
 
-def train_loop_of(tutorial, pause: float = 0):
-    """The notebook's loop; at each start, workers note their process and how many they are.
-
-    Args:
-        pause: seconds by which each logged step takes longer, for a run soon over.
-    """
-    train_loop = tutorial.train_loop_per_worker
-
-    def loop(settings: dict) -> None:
-        context = ray.train.get_context()
-        places = settings["config"]["data_dir"], settings["config"]["run_name"]
-        with open(
-            "{}-{}".format(*places) + f"-{context.get_world_rank()}", "a"
-        ) as file:
-            print(os.getpid(), context.get_world_size(), file=file)
-        train_loop(settings, send=lambda _: time.sleep(pause))
-
-    return loop
-
-
-def starts_of(config, rank: int = 0) -> list[list[int]]:
-    """At each start of a worker, its process id, and how many workers there were."""
-    path = Path(f"{config.data_dir}-{config.run_name}-{rank}")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [[int(number) for number in line.split()] for line in lines]
-
-
-def world_sizes(config) -> list[int]:
-    return [size for _, size in starts_of(config)]
-
-
-def kill(config, rank: int, number: int = signal.SIGKILL) -> None:
-    """Send one of the run's workers a signal."""
-    os.kill(starts_of(config, rank)[-1][0], number)
-
-
-def assert_equal_losses(config, reference) -> None:
-    """Bit for bit, every logged loss, each step once, up to the end of the first."""
-    logs = log_of(config), log_of(reference)[: config.max_steps]
-    for name in ("step", "loss", "grad_norm", "val_loss"):
-        assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
-
-
-def assert_equal_runs(config, reference) -> None:
-    """Bit for bit, every logged loss, and at the end parameters, optimizer, and step."""
-    assert_equal_losses(config, reference)
-    assert saved(config)[-1] == f"step_{config.max_steps:08d}"
-    states = (read_arrays(x.run_path / saved(x)[-1]) for x in (config, reference))
-    for a, b in zip(*states, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def losses_of_one_process(tutorial, config) -> list[float]:
-    """The losses of the same run on a CPU in this process, without Ray Train."""
-    config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
-    mesh, steps = tutorial.create_mesh(config), range(config.max_steps)
-    with jax.set_mesh(mesh):
-        batches = tutorial.read_batches(config, mesh, "train", steps)
-        return run(tutorial, config, batches)[1]
-
-
-def assert_losses_of_one_process(tutorial, config, atol: float = 1e-4) -> None:
-    """Each step is in the log once, with about the loss that one process has."""
-    log, losses = log_of(config), losses_of_one_process(tutorial, config)
-    assert [line["step"] for line in log] == list(range(1, config.max_steps + 1))
-    np.testing.assert_allclose([line["loss"] for line in log], losses, atol=atol)
-
-
 @contextlib.contextmanager
 def in_the_background(function):
     """Run `function` in a thread; gives a function that waits for its result.
@@ -139,6 +74,47 @@ def in_the_background(function):
                 ray.shutdown()  # so that the thread ends
 
 
+def train_loop_of(tutorial, pause: float = 0):
+    """The notebook's loop; workers note their process at each start.
+
+    Args:
+        pause: seconds by which each logged step takes longer, for a run soon over.
+    """
+    train_loop = tutorial.train_loop_per_worker
+
+    def loop(settings: dict) -> None:
+        place = "{data_dir}-{run_name}-".format(**settings["config"])
+        with open(f"{place}{ray.train.get_context().get_world_rank()}", "a") as file:
+            print(os.getpid(), file=file)
+        train_loop(settings, send=lambda _: time.sleep(pause))
+
+    return loop
+
+
+def starts_of(config, rank: int = 0) -> list[int]:
+    """At each start of a worker, its process id."""
+    text = Path(f"{config.data_dir}-{config.run_name}-{rank}").read_text()
+    return [int(line) for line in text.splitlines()]
+
+
+def kill(config, rank: int, number: int = signal.SIGKILL) -> None:
+    """Send one of the run's workers a signal."""
+    os.kill(starts_of(config, rank)[-1], number)
+
+
+def lose(cluster, node) -> None:
+    """The node goes without a word: its processes get SIGKILL."""
+    cluster.worker_nodes.remove(node)
+    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
+
+
+def assert_equal_runs(config, reference) -> None:
+    """Bit for bit, each step once, and at the end also what an evaluation finds."""
+    logs = log_of(config), log_of(reference)[: config.max_steps]
+    for name in ("step", "loss", "grad_norm", "val_loss"):
+        assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+
+
 def missing(what: str) -> None:
     """Skip a test on a machine that lacks what it needs; fail where the tests must run."""
     message = f"not possible here: {what}"
@@ -149,7 +125,7 @@ def missing(what: str) -> None:
 def disk_of(folder: Path, megabytes: int):
     """A file system of its own, in memory; gives a function that leaves so many bytes free."""
     folder.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
     result = subprocess.run(mount, capture_output=True, text=True)
     if result.returncode:
         missing(f"a small disk: {result.stderr.strip()}")
@@ -164,9 +140,3 @@ def disk_of(folder: Path, megabytes: int):
         yield leave
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def lose(cluster, node) -> None:
-    """The node goes without a word: its processes get SIGKILL."""
-    cluster.worker_nodes.remove(node)
-    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)

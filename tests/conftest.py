@@ -17,34 +17,20 @@ for wait in ("raylet_start_wait_time_s", "gcs_server_port_wait_time_s"):
     os.environ[f"RAY_{wait}"] = "120"  # a machine may be busy
 os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = str(ROOT / "build/jax-cache")  # for all runs
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/build/jax-cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import numpy as np
 import pytest
 import ray
-import ray.train
-from filelock import FileLock
 from notebook_module import load_notebook
-from orbax.checkpoint import v1 as orbax
 from ray.cluster_utils import Cluster
 
-import trainkit.workers
 from trainkit.config import TrainingConfig
 
 STARTS = {"cluster", "head", "reference", "built", "browser"}  # Ray, Sphinx, Chromium
-LONGEST = ("notebook", "faults", "storage", "compile", "slice", "gradients")
-
-
-def read_arrays(path) -> list[np.ndarray]:
-    """Every array of a checkpoint, in the order of their names."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = orbax.metadata(path).metadata
-    place = partial(jax.ShapeDtypeStruct, sharding=device)
-    arrays = orbax.load(path, {k: place(x.shape, x.dtype) for k, x in shapes.items()})
-    return [np.asarray(arrays[name]) for name in sorted(arrays)]
+LONGEST = {"test_notebook.py", "test_tpu_slice.py", "test_trainer.py"}
 
 
 def start_ray(address: str = "local") -> None:
@@ -98,11 +84,10 @@ def pytest_collection_modifyitems(items):
 
     Two processes take file after file, and neither shall be left with a long one at the end.
     """
-    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
 
     def order(item):  # in a file, the tests that share a cluster are the first
         name = item.path.name
-        return place.get(name, len(place)), name, "cluster" not in item.fixturenames
+        return name not in LONGEST, name, "cluster" not in item.fixturenames
 
     items.sort(key=order)
     for item in items:
@@ -128,18 +113,6 @@ def head():
     cluster.shutdown()
 
 
-@pytest.fixture
-def simulated(monkeypatch):
-    """Four devices of the CPU on each worker play those that it asks for."""
-    environment = trainkit.workers.environment
-
-    def on_cpu(config, scaling):
-        flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-        return environment(config, scaling) | {"JAX_PLATFORMS": "cpu"} | flags
-
-    monkeypatch.setattr(trainkit.workers, "environment", on_cpu)
-
-
 def small_config(folder: Path, **changes) -> TrainingConfig:
     """A small configuration with its storage in a folder, for two workers on CPUs."""
     values = {
@@ -161,29 +134,24 @@ def small(tmp_path):
 
 @pytest.fixture(scope="session")
 def reference(tutorial, write_bins, tmp_path_factory):
-    """The configuration of a run of two workers that nothing has happened to.
-
-    The first process of pytest-xdist that needs the run makes it, and the other waits.
-    """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+    """The configuration of a run of two workers that nothing has happened to."""
     config = small_config(
-        folder / "reference",
+        tmp_path_factory.mktemp("reference"),
         n_layer=1,  # less to compile in each start
-        max_steps=72,
-        eval_interval=12,
-        decay_steps=72,
-        run_name="reference",
+        max_steps=40,
+        eval_interval=8,
         stall_timeout_s=90.0,  # longer than a first step on a busy machine
         max_failures=2,
     )
-    with FileLock(folder / "reference.lock"):
-        if not (config.run_path / "step_00000072").exists():
-            write_bins(config)
-            start_ray()
-            tutorial.make_trainer(config).fit()
+    start_ray()
+    tutorial.make_trainer(write_bins(config)).fit()
     return config
+
+
+def walk(config: TrainingConfig, shape, rng: np.random.Generator) -> np.ndarray:
+    """Tokens; each tends to follow its predecessor, so that there is something to learn."""
+    steps = rng.choice([1, 2, 3], size=shape, p=[0.8, 0.1, 0.1])
+    return (np.cumsum(steps, axis=-1) % config.vocab_size).astype(np.uint16)
 
 
 @pytest.fixture(scope="session")
@@ -194,11 +162,8 @@ def write_bins():
         rng = np.random.default_rng(seed)
         folder = Path(config.data_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        for split, n in (("train", train_tokens), ("val", val_tokens)):
-            # Each token tends to follow its predecessor, so that there is something to learn.
-            steps = rng.choice([1, 2, 3], size=n, p=[0.8, 0.1, 0.1])
-            tokens = np.cumsum(steps) % config.vocab_size
-            tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
+        walk(config, train_tokens, rng).tofile(folder / "train.bin")
+        walk(config, val_tokens, rng).tofile(folder / "val.bin")
         return config
 
     return write

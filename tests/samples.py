@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.extend.core
 import numpy as np
 import tokenizers
-from conftest import ROOT
+from conftest import ROOT, walk
 
 END = "<|endoftext|>"
 
@@ -56,11 +56,9 @@ def imports_of(tree: ast.AST) -> set[str]:
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:
-    """uint16 [steps, B, T + 1]; each token tends to follow its predecessor."""
-    rng = np.random.default_rng(seed)
+    """uint16 [steps, B, T + 1]"""
     shape = (steps, config.batch_size, config.block_size + 1)
-    walk = np.cumsum(rng.choice([1, 2, 3], size=shape, p=[0.8, 0.1, 0.1]), axis=-1)
-    return (walk % config.vocab_size).astype(np.uint16)
+    return walk(config, shape, np.random.default_rng(seed))
 
 
 def run(tutorial, config, batches):

@@ -1,156 +1,208 @@
-"""Save and restore, in this process, which is a worker of Ray Train's local mode."""
+"""What the loop logs, saves, reports, and restores, as Ray Train's local mode runs it."""
 
-import dataclasses
 import errno
 import fcntl
+import math
 import os
 import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import ray.train
-from accidents import disk_of, saved
-from ray.train import ScalingConfig
-from ray.train.v2.jax import JaxTrainer
+from accidents import as_worker, assert_equal_runs, disk_of, log_of, saved, wait_for
 
 from trainkit import checkpoints
 
-FIRST, SECOND = "step_00000010", "step_00000020"
 
-
-def as_worker(function):
-    """What `function` returns, which Ray Train runs as its only worker, in this process."""
-    scaling = ScalingConfig(num_workers=0)
-    return JaxTrainer(lambda: function(), scaling_config=scaling).fit().return_value
+@pytest.fixture
+def config(small, write_bins):
+    """Intervals that don't divide one another, nor the number of steps."""
+    config = small(
+        **{"n_layer": 1, "device_batch_size": 2, "checkpoint_interval": 5},
+        **{"max_steps": 11, "log_interval": 3, "eval_interval": 4, "eval_steps": 3},
+    )
+    return write_bins(config)
 
 
 @pytest.fixture
-def run(tutorial, small):
-    """A run of one worker, and functions to save and to restore."""
-
-    class Run:
-        config = small(n_layer=1, vocab_size=64)
-        mesh = tutorial.create_mesh(config)
-        state = tutorial.create_state(config)
-
-        def save(self, step: int):
-            """Start to save; gives Orbax's handle."""
-            state = self.state._replace(step=jax.numpy.int32(step))
-            metrics = {"step": step, "val_loss": 1.0}
-            return as_worker(lambda: tutorial.save(self.config, state, step, metrics))
-
-        def restore(self, recorded: str = "", **changes):
-            """The state, and what Ray, which has one checkpoint on record, is told."""
-            config, reports = dataclasses.replace(self.config, **changes), []
-            abstract = tutorial.abstract_state(config, self.mesh)
-            found = recorded and ray.train.Checkpoint(config.run_path / recorded)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ray.train, "get_checkpoint", lambda: found)
-                patch.setattr(
-                    ray.train, "report", lambda *a, **k: reports.append((a, k))
-                )
-                return as_worker(lambda: tutorial.restore(config, abstract)), reports
-
-    return Run()
+def reports(monkeypatch):
+    """What Ray is told: of each checkpoint its metrics, and how to report it."""
+    found = []
+    monkeypatch.setattr(ray.train, "report", lambda *a, **k: found.append((*a, k)))
+    return found
 
 
-def test_what_is_saved_is_what_was_there(tutorial, run):
+@pytest.fixture
+def play(tutorial, cluster, reports):
+    """A function that runs the loop; gives the reports to Ray, (name, metrics) each."""
+
+    def run(config, send=None):
+        reports.clear()
+        settings = {"config": asdict(config), "tokens": None}
+        as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
+        reports[-1][1]["checkpoint_upload_fn"](None, "")  # waits until it is whole
+        return [(how["checkpoint_dir_name"], metrics) for metrics, how in reports]
+
+    return run
+
+
+@pytest.fixture
+def restore(tutorial, config, reports):
+    """A function that restores with changes, as the notebook or with another function."""
+
+    def restore_by(restore=tutorial.restore, **changes):
+        changed = replace(config, **changes)
+        abstract = tutorial.abstract_state(changed, tutorial.create_mesh(changed))
+        return as_worker(lambda: restore(changed, abstract))
+
+    return restore_by
+
+
+def test_what_is_logged_saved_and_reported(play, config, monkeypatch):
+    """Also of a run that goes on; of its newest checkpoint, if Ray doesn't know that."""
+    reports, steps = play(config), [4, 5, 8, 10, 11]  # the last one, too
+    assert saved(config) == [f"step_{step:08d}" for step in steps]
+    log = {line["step"]: line for line in log_of(config)}
+    assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
+    assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
+    lines = [{"val_loss": math.inf} | log[step] for step in steps]
+    assert reports == list(zip(saved(config), lines))
+
+    known = ray.train.Checkpoint(config.run_path / "step_00000010")
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: known)
+    (config.run_path / "step_00000012.orbax-checkpoint-tmp").mkdir()
+    reports = play(replace(config, max_steps=14))
+    assert [name[-2:] for name, _ in reports] == ["11", "12", "14"]
+    assert reports[0][1] == lines[-1]
+    known = ray.train.Checkpoint(config.run_path / "step_00000014")
+    reports = play(replace(config, max_steps=15))
+    assert [name for name, _ in reports] == ["step_00000015"]
+
+
+def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):
+    wild = replace(config, learning_rate=1e30)
+    with pytest.raises(FloatingPointError, match="diverged at step 2: .*learning_rate"):
+        play(wild)
+    assert not saved(wild) and not log_of(wild)
+
+
+def test_a_notice_that_a_machine_goes_away_saves_once(play, config, monkeypatch):
+    """It is asked for every ten steps, until there is one."""
+    notices = iter([None, "soon"])
+    monkeypatch.setattr(ray.train, "get_preemption_info", notices.__next__)
+    calm = {"max_steps": 31, "eval_interval": 31, "checkpoint_interval": 100}
+    reports = play(replace(config, **calm))
+    assert [name for name, _ in reports] == ["step_00000020", "step_00000031"]
+    assert [metrics["val_loss"] < math.inf for _, metrics in reports] == [False, True]
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, turn):
+    """Wherever it cuts a checkpoint off; once there is room, the run goes on."""
+    config = replace(config, max_steps=8)
+    harmed = replace(config, storage_path=str(tmp_path / "disk"))
+    play(config)
+    names = saved(config)
+    files = Path(config.run_path / names[turn]).rglob("*")
+    free = int(np.random.default_rng().integers(sum(x.stat().st_size for x in files)))
+    print(f"{free} bytes are left for {names[turn]}")
+
+    def fill(line: dict) -> None:
+        if line["step"] == int(names[turn][5:]):
+            wait_for(lambda: saved(harmed) == names[:turn], what="the save before")
+            leave(free)
+
+    with disk_of(tmp_path / "disk", 24) as leave:
+        with pytest.raises(Exception, match="No space left"):
+            play(harmed, fill)
+        assert saved(harmed) == names[:turn]
+        (tmp_path / "disk/filler").unlink()
+        play(harmed)
+        assert saved(harmed) == names
+        assert_equal_runs(harmed, config)
+
+
+def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
     """Though training goes on with donated buffers, which NumPy shares on a CPU."""
-    assert run.restore() == (None, [])
-    expected = [np.array(x) for x in jax.tree.leaves(run.state)]
-    windows, trained = np.zeros((4, 17), np.uint16), run.state
-    with jax.set_mesh(run.mesh):
-        saving = as_worker(lambda: tutorial.save(run.config, trained, 0, {}))
-        for _ in range(3):
-            trained, _ = tutorial.train_step(trained, windows, run.config)
-        saving.result()
-    state, _ = run.restore()
+    assert restore() is None and not reports
+    trained = tutorial.create_state(config)
+    expected = [np.array(x) for x in jax.tree.leaves(trained)]
+    saving = tutorial.save(config, trained, 0, {})
+    for _ in range(3):
+        windows = np.zeros((4, 17), np.uint16)
+        trained, _ = tutorial.train_step(trained, windows, config)
+    saving.result()
+    state = restore()
     assert jax.tree.structure(state) == jax.tree.structure(trained)
     for found, array in zip(jax.tree.leaves(state), expected, strict=True):
         np.testing.assert_array_equal(found, array)
-        assert found.sharding.mesh == run.mesh
+        assert found.sharding.mesh == tutorial.create_mesh(config)
 
 
-def test_the_newest_is_restored_and_ray_told_if_it_does_not_know(run):
-    for step in (10, 20):
-        run.save(step).result()
-    for name in (f"{SECOND}.orbax-checkpoint-tmp", "step_00000030-mine"):
-        (run.config.run_path / name).mkdir()
-    state, reports = run.restore(SECOND)
-    assert state.step == 20 and not reports
-    for recorded in ("", FIRST):
-        state, [((metrics,), options)] = run.restore(recorded)
-        assert state.step == metrics["step"] == 20 and metrics["val_loss"] == 1.0
-        checkpoint, name = options["checkpoint"], options["checkpoint_dir_name"]
-        assert checkpoint.path == str(run.config.run_path / SECOND) and name == SECOND
-        assert options["checkpoint_upload_fn"](checkpoint, SECOND) is checkpoint
-        assert not options["delete_local_checkpoint_after_upload"]
-
-
-def test_another_recipe_and_damage_are_named(run):
+def test_another_recipe_and_damage_are_named(play, config, restore):
     """With what to do."""
-    run.save(10).result()
-    assert run.restore(FIRST, eval_interval=5, max_steps=99)[0].step == 10
-    with pytest.raises(
-        ValueError, match="learning_rate was 0.01, is 0.1; seed was"
-    ) as e:
-        run.restore(learning_rate=0.1, seed=1)
-    assert FIRST in e.value.__notes__[0] and "another run_name" in e.value.__notes__[0]
-    run.save(20).result()
-    newest = Path(run.config.run_path / SECOND)
+    play(config)
+    assert restore(eval_interval=5, max_steps=99).step == 11
+    newest = Path(config.run_path / "step_00000011")
+    words = "learning_rate was 0.01, is 0.1; seed was"
+    with pytest.raises(ValueError, match=words) as e:
+        restore(learning_rate=0.1, seed=1)
+    assert f"{newest}" in e.value.__notes__[0]
+    assert "choose another run_name" in e.value.__notes__[0]
     for data in newest.rglob("d/*"):
         half = data.read_bytes()[: data.stat().st_size // 2]
         data.unlink()  # and not in place: a process that still maps it would die
         data.write_bytes(half)
     for _ in range(2):
         with pytest.raises(Exception) as e:
-            run.restore()
-        (note,) = e.value.__notes__
-        assert f"{newest}" in note and "delete its folder, and Ray's record" in note
+            restore()
+        assert "delete its folder, and Ray's record" in e.value.__notes__[0]
         shutil.rmtree(newest)
         newest.mkdir()  # and nothing in it
     newest.rmdir()
-    assert run.restore()[0].step == 10
+    assert restore().step == 10
 
 
-def test_a_save_that_fails_says_so_to_all_who_wait(run, tmp_path):
-    """The loop, before its next save, and Ray's thread; what was saved before stays."""
-    run.config = dataclasses.replace(run.config, storage_path=str(tmp_path / "disk"))
-    with disk_of(tmp_path / "disk", 4) as leave, ThreadPoolExecutor(2) as threads:
-        run.save(10).result()
-        leave(30_000)
-        saving = run.save(20)
-        waiting = [threads.submit(saving.result) for _ in range(2)]
-        for result in (*(each.result for each in waiting), saving.result):
-            with pytest.raises(Exception, match="No space left"):
-                result()
-        assert saved(run.config) == [FIRST] and run.restore(FIRST)[0].step == 10
+def test_a_bucket_whose_record_is_lost(play, config, restore):
+    """No run starts over there in silence; it can begin with a checkpoint that you name."""
+    play(replace(config, max_steps=5))
+    first, second = (
+        (config.run_path / name).rename(config.run_path / f"{name}_a")
+        for name in saved(config)
+    )
+    with pytest.raises(RuntimeError, match=f"{second.name}, and Ray .* restore_from="):
+        restore(checkpoints.restore)
+    begin = partial(checkpoints.restore, restore_from=str(first))
+    assert restore(begin, seed=1).step == 4
+    second.rmtree()
+    assert restore(checkpoints.restore) is None  # the first may have been cut off
 
 
-def test_one_launch_at_a_time(small, monkeypatch, capfd):
-    """Who has the run is named, until it is killed; or the file system has no locks."""
+def test_one_launch_at_a_time(config, monkeypatch, capfd):
+    """Who has the run is named; or that the file system has no locks."""
     monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
-    config = small()
 
-    def lock():
+    def lock() -> None:
         as_worker(lambda: checkpoints.lock_run(config))
         checkpoints._lock.release()
 
     lock()
-    command = ["flock", "-o", config.run_path / "lock", "sh", "-c", "echo; cat"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as holder:
-        holder.stdout.readline()
-        words = f"run_name: .*/run is in use by process {os.getpid()} on .*, delete .*/run/lock"
+    words = (
+        f"run_name: .*/run is in use by process {os.getpid()} on .*, delete .*/run/lock"
+    )
+    with open(config.run_path / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match=words):
             lock()
-        holder.kill()
     lock()
-    full = OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(full))
+
+    def flock(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     lock()
     assert "has no locks: don't launch this run twice" in capfd.readouterr().out
