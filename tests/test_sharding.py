@@ -46,7 +46,7 @@ from trainkit.generate import generate
 
 tutorial = load_notebook()
 
-def run(data, fsdp, tensor, k=1, **changes):
+def run(data, fsdp, tensor, k=1, jit=False, **changes):
     windows = 24 // (data * fsdp * k)
     config = small_config(
         "build", n_layer=1, batch_size=24, device_batch_size=windows, fsdp=fsdp,
@@ -57,12 +57,13 @@ def run(data, fsdp, tensor, k=1, **changes):
         abstract = tutorial.abstract_state(config, mesh)
         state, found = tutorial.first_state(config, abstract), []
         batches = [jax.device_put(x, rows) for x in windows_for(config, 20)]
-        step = tutorial.train_step.lower(state, batches[0], config).compile()
-        for windows in batches:  # which takes the state as it comes out
+        program = tutorial.train_step.lower(state, batches[0], config).compile()
+        step = tutorial.partial(tutorial.train_step, config=config) if jit else program
+        for windows in batches:  # GPT-2's program takes the state as it comes out
             state, metrics = step(state, windows)
             found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return state.model, {
-        "steps": found, "collectives": collectives(step.as_text()),
+        "steps": found, "collectives": collectives(program.as_text()),
         "devices": mesh.device_ids.ravel().tolist()}
 
 meshes = (1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (2, 2, 2)
@@ -73,9 +74,8 @@ others = []
 for name in ("create_model", "loss_fn", "RULES"):
     setattr(tutorial, name, getattr(llama, name))
 for mesh in (1, 1, 1), (2, 2, 2):
-    model, found = run(*mesh, 3, tokenizer="builtin", vocab_size=2048)
-    kernel = model.blocks[0].qkv.kernel[...]
-    found["part"] = kernel.addressable_shards[0].data.shape
+    model, found = run(*mesh, 3, jit=True, tokenizer="builtin", vocab_size=2048)
+    found["part"] = model.blocks[0].qkv.kernel[...].addressable_shards[0].data.shape
     found["text"] = generate(model, ["The value"], 8, temperature=0)
     others.append(found)
 print(json.dumps({"same": same, "half": half, "llama": others}))
