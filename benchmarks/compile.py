@@ -33,6 +33,7 @@ from ruamel.yaml import YAML
 import trainkit.config
 import trainkit.workers
 
+KERNELS = r'custom_call_target="(?:__cudnn\$fmha\w*|tpu_custom_call)"'  # of attention
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
@@ -95,7 +96,7 @@ def main() -> None:
         **config.split(len(devices)),
         "state_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
-        "attention_kernels": len(re.findall("cudnn.fmha|tpu_custom_call", text)),
+        "attention_kernels": len(re.findall(KERNELS, text)),
         "collectives": collectives(text),
         "seconds": round(time.perf_counter() - start),
     }

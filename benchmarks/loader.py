@@ -5,8 +5,7 @@
 Reads 10^5 windows three times, and 10^7 once, from a file of 200 MB, through the notebook's
 `make_token_dataset`, with one task that reads, as a worker has. Each measurement has a process
 and a Ray cluster of its own. The speed is that from the first step to the last, and memory is
-what the process's own has grown by meanwhile. The first step is one of a run of 600,000. The
-file is sparse and takes no space on disk.
+what the process's own has grown by meanwhile. The file is sparse and takes no space on disk.
 """
 
 import os
@@ -32,8 +31,8 @@ def own_memory() -> int:
     return memory.rss - memory.shared
 
 
-def measure(windows: int, folder: Path) -> tuple[float, int, float]:
-    """Tokens/s, the bytes by which memory has grown, and seconds to the first step."""
+def measure(windows: int, folder: Path) -> tuple[float, int]:
+    """Tokens/s, and the bytes by which memory has grown."""
     tutorial = common.load_notebook()
     config = TrainingConfig(data_dir=str(folder))
     common.start_ray(num_cpus=common.CORES)
@@ -42,21 +41,15 @@ def measure(windows: int, folder: Path) -> tuple[float, int, float]:
     limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
     data.execution_options.resource_limits = limits  # as `workers.start` does
 
-    def read(steps: range):
-        rows = np.arange(config.batch_size)
-        dataset = tutorial.make_token_dataset(config, "train", steps, rows)
-        return dataset.iter_batches(batch_size=1, prefetch_batches=2)
-
-    next(iter(read(range(1))))  # processes have started
-    start = time.perf_counter()
-    next(iter(read(range(600_000))))
-    first = time.perf_counter() - start
-    steps = iter(read(range(windows // config.batch_size)))
-    next(steps)
+    steps = range(windows // config.batch_size)
+    rows = np.arange(config.batch_size)
+    dataset = tutorial.make_token_dataset(config, "train", steps, rows)
+    batches = iter(dataset.iter_batches(batch_size=1, prefetch_batches=2))
+    next(batches)
     memory, start = own_memory(), time.perf_counter()
-    tokens = sum(batch["tokens"].shape[1] * config.block_size for batch in steps)
+    tokens = sum(batch["tokens"].shape[1] * config.block_size for batch in batches)
     speed = tokens / (time.perf_counter() - start)
-    return speed, own_memory() - memory, first
+    return speed, own_memory() - memory
 
 
 def main() -> None:
@@ -68,10 +61,10 @@ def main() -> None:
             os.truncate(folder / f"{split}.bin", 200_000_000)
         for windows, rounds in ((10**5, 3), (10**7, 1)):
             (found,) = common.interleave(measure, [(windows, folder)], rounds)
-            speed, growth, first = (median(values) for values in zip(*found))
+            speed, growth = (median(values) for values in zip(*found))
             row = [f"{windows:,}", f"{speed / 1e6:.1f}", f"{growth / 1e6:.0f} MB"]
-            table.append([*row, f"{first:.1f} s"])
-    columns = ["windows", "million tokens/s", "memory grown by", "first step after"]
+            table.append(row)
+    columns = ["windows", "million tokens/s", "memory grown by"]
     common.print_table(columns, table, ["ray", "numpy"])
 
 

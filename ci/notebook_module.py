@@ -20,8 +20,10 @@ GIVEN = {"gpus": 1, "downloads": Path("downloads")}
 
 
 def is_definition(node: ast.stmt) -> bool:
-    """Imports, functions, classes, and constants: all but what a cell runs or shows."""
+    """Imports, functions, classes, constants: all but what a cell runs or shows."""
     if isinstance(node, ast.Assign):
+        if ast.unparse(node.value).startswith("jax.jit("):
+            return True
         return all(isinstance(t, ast.Name) and t.id.isupper() for t in node.targets)
     kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
     return isinstance(node, kinds)

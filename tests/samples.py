@@ -1,6 +1,5 @@
 """Tokens and tokenizers to try things with, a few steps of training, and other processes."""
 
-import ast
 import os
 import re
 import subprocess
@@ -41,18 +40,6 @@ def equations(jaxpr, name: str) -> list[dict]:
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             found += equations(inner, name)
     return found
-
-
-def imports_of(tree: ast.AST) -> set[str]:
-    """What a program imports, as dotted names."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "a relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:

@@ -3,7 +3,6 @@
 On a machine with GPUs or TPUs: JAX_PLATFORMS= python -m pytest -m device
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -36,25 +35,25 @@ def distance(found, exact, least: float = 1e-30) -> float:
 @pytest.mark.parametrize("dtype", FAR)
 def test_gradients(tutorial, small, dtype):
     """The mean of two micro-batches on each device, with this platform's kernel."""
-    batch = {"batch_size": 2 * jax.device_count(), "device_batch_size": 1}
     kernel = KERNEL if dtype == "bfloat16" else "xla"  # cuDNN's knows no float32
     kinds = {"compute_dtype": dtype, "attention": kernel, "loss_chunks": 2}
-    ours = small(**WIDTHS, **batch, **kinds)
-    plain = dataclasses.replace(ours, compute_dtype="float32", attention="xla")
-    shape = (ours.batch_size, ours.block_size + 1)
-    windows = np.random.default_rng(0).integers(0, ours.vocab_size, shape, np.uint16)
+    batch_size = 2 * jax.device_count()
+    ours = small(**WIDTHS, **kinds, batch_size=batch_size, device_batch_size=1)
+    plain = small(**WIDTHS, batch_size=batch_size)
+    windows = np.random.default_rng(0).integers(0, 521, (batch_size, 513), np.uint16)
     windows[1::2, ::2] = 7  # micro-batches differ, so that their mean counts
-    create = jax.jit(tutorial.create_model, static_argnums=0)
-    gradient = jax.jit(jax.value_and_grad(tutorial.loss_fn), static_argnames="config")
-    with jax.default_device(jax.devices("cpu")[0]):
-        model, plain_model = create(ours), put(create(plain), CPU)
-    with jax.set_mesh(CPU):
-        exact_loss, exact = gradient(plain_model, put(windows, CPU), plain)
-    mesh = tutorial.create_mesh(ours)
+    gradient = jax.value_and_grad(tutorial.loss_fn)
     mean = jax.jit(partial(tutorial.mean_over_batch, gradient), static_argnums=2)
-    precision = "highest" if dtype == "float32" else "default"
-    with jax.set_mesh(mesh), jax.default_matmul_precision(precision):
-        loss, gradients = mean(put(model, mesh), put(windows, mesh, "data"), ours)
+
+    @jax.default_matmul_precision("highest" if dtype == "float32" else "default")
+    def run(config, mesh: Mesh):
+        with jax.default_device(jax.devices("cpu")[0]):
+            model = tutorial.create_model(config)
+        with jax.set_mesh(mesh):
+            return mean(put(model, mesh), put(windows, mesh, "data"), config)
+
+    exact_loss, exact = run(plain, CPU)
+    loss, gradients = run(ours, tutorial.create_mesh(ours))
     assert abs(float(loss) - float(exact_loss)) <= FAR[dtype][0]
     pairs = [*zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True)]
     # A key's bias moves all scores of a query alike, so its exact gradient is zero.
@@ -74,8 +73,7 @@ def test_attention(tutorial, small):
     inputs = np.random.default_rng(0).normal(size=(2, 2, 512, 256)).astype(np.float32)
     with jax.set_mesh(CPU):
         exact = run(*put(inputs, CPU), compute_dtype="float32", attention="xla")
-    mesh = tutorial.create_mesh(small())
-    inputs = put(inputs.astype(jnp.bfloat16), mesh)
-    with jax.set_mesh(mesh):
-        found = run(*inputs, compute_dtype="bfloat16", attention=KERNEL)
+    half = inputs.astype(jnp.bfloat16)
+    with jax.set_mesh(tutorial.create_mesh(small())):
+        found = run(*half, compute_dtype="bfloat16", attention=KERNEL)
     assert max(map(distance, found, exact)) <= 0.03

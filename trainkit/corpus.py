@@ -51,10 +51,7 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
 
     made = dataset()
     parts = made.values() if isinstance(made, dict) else made
-    parts = [
-        (_to_ray(part) if isinstance(part, datasets.Dataset) else part).map(check)
-        for part in parts
-    ]
+    parts = [_to_ray(part).map(check) for part in parts]
     tokenizer = tokenizers.load(config.tokenizer)
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
@@ -104,12 +101,14 @@ def write(
     return _existing(config, *functions)
 
 
-def _to_ray(part: datasets.Dataset) -> Dataset:
-    """The column `text` of a dataset, in order.
+def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
+    """The column `text` of a dataset of Hugging Face's library, in order.
 
     Each task reads its rows from the library's cache, which all nodes must see;
     `ray.data.from_huggingface` would copy them through this process's memory.
     """
+    if isinstance(part, Dataset):
+        return part
     part = part.select_columns("text").with_format("arrow")
     shared = ray.put(part)  # of what is in files, a description
 

@@ -13,6 +13,7 @@ import ray
 import ray.data
 import ray.train
 import ray.train.collective
+from jax.experimental import multihost_utils
 from ray.train import ScalingConfig
 
 from trainkit import checkpoints, layers, token_files
@@ -58,6 +59,8 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
     variables = {
         "JAX_PLATFORMS": "tpu" if scaling.use_tpu else "cpu",
         "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
+        # Of workers on CPUs, the first alone would use it, and then wait for the others.
+        "JAX_ENABLE_COMPILATION_CACHE": str(scaling.use_gpu or scaling.use_tpu),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -107,6 +110,8 @@ def start(settings: dict) -> TrainingConfig:
             "jax_config=JaxConfig(use_gpu=True) to JaxTrainer."
         )
     config.split(jax.device_count())
+    # Connected now, workers may compile for longer than the 30 s that Gloo waits on CPUs.
+    multihost_utils.sync_global_devices("start")
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
