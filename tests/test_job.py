@@ -22,7 +22,7 @@ def test_notebook_runs_as_a_job(tmp_path):
     settings |= {"data_dir": f"{storage}/data", "storage_path": f"{storage}/runs"}
     YAML().dump(settings, folder / "configs/books.yaml")
 
-    guide, words = (ROOT / "docs/guide.md").read_text(), "jupyter nbconvert --to script"
+    guide, words = (ROOT / "docs/guide.md").read_text(), "jupyter nbconvert --to"
     (commands,) = re.findall(rf"```bash\n({words}.*?)```", guide, re.DOTALL)
     stop_ray()
     context = ray.init("local", num_cpus=4, include_dashboard=True, log_to_driver=False)
