@@ -280,9 +280,9 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
 
 
 @pytest.mark.extra
-def test_training_on_a_stream_of_documents(tutorial, cluster, small, write_bins):
+def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     """By the guide's two blocks: documents are tokenized while two workers train on them."""
-    config = write_bins(small(vocab_size=50_257, block_size=64, batch_size=8))
+    config = small(vocab_size=50_257, block_size=64, batch_size=8)
     names = vars(tutorial) | {"config": config}
     run_from_guide("def train_on_stream(", names)
     run_from_guide("streamed = replace(", names)

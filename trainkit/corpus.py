@@ -33,12 +33,9 @@ def help_pages() -> list[str]:
 
 
 def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
-    """What `dataset()` gives, to train on and to validate with, as Ray Datasets.
+    """The two datasets that `dataset()` gives, of Ray or of Hugging Face's library.
 
     A row without a string in the column `text` ends the reading.
-
-    Args:
-        dataset: returns two Datasets of Ray, or two of Hugging Face's library.
 
     Raises:
         ValueError: the tokenizer changes one of the first hundred.

@@ -68,9 +68,8 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
     }
     if scaling.use_gpu:
         variables["JAX_PLATFORMS"] = "cuda"
-        # cuBLAS adds biases and GELU while it writes a product; Triton's products leave that
-        # to kernels of their own: rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox.
-        # And no product is merged with its neighbor, to be cut apart by copies.
+        # cuBLAS adds biases and GELU while it writes a product, which Triton's products don't
+        # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
         variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
         # Communicate while computing: "Optimization level" there.
