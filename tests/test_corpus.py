@@ -128,12 +128,23 @@ def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
 def test_too_few_documents_or_windows(gpt2, cluster):
     """Tokens that a smaller batch can use stay."""
     nine = tokenized({"tokens": b"\1\0" * 9})
-    with pytest.raises(ValueError, match="no documents, found {'train': 2, 'val': 0}"):
+    with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
         corpus.write(gpt2(), lambda: [nine()[0], nine()[1].limit(0)], few)
     assert nothing_in(gpt2())
     with pytest.raises(ValueError, match="{'train': 17, 'val': 17} windows.* 18 of"):
         corpus.write(gpt2(batch_size=18), nine, few)
     assert corpus.write(gpt2(), None, few)["documents"] == {"train": 2, "val": 2}
+
+
+def test_a_dataset_has_two_parts(gpt2, cluster):
+    """Train comes first, in whatever order a library names its splits."""
+    named = {
+        name: datasets.Dataset.from_dict({"text": [name]}) for name in ("a", "train")
+    }
+    first, second = corpus.documents(gpt2(), lambda: named)
+    assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": "a"}]]
+    with pytest.raises(ValueError, match="few has 1 parts, expected 2"):
+        corpus.documents(gpt2(), lambda: few()[:1])
 
 
 def test_two_preparations_at_once(gpt2, prepare):

@@ -35,10 +35,9 @@ def help_pages() -> list[str]:
 def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     """The two datasets that `dataset()` gives, of Ray or of Hugging Face's library.
 
-    A row without a string in the column `text` ends the reading.
-
     Raises:
-        ValueError: the tokenizer changes one of the first hundred.
+        ValueError: there aren't two, or the tokenizer changes one of the first hundred texts;
+            while they are read, a row has no string in the column `text`.
     """
 
     def check(row: dict) -> dict[str, str]:
@@ -47,8 +46,13 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
         return {"text": row["text"]}
 
     made = dataset()
-    parts = made.values() if isinstance(made, dict) else made
-    parts = [_to_ray(part).map(check) for part in parts]
+    if isinstance(made, dict):  # of splits, in whatever order
+        made = [made[split] for split in sorted(made, key="train".__ne__)]
+    parts = [_to_ray(part).map(check) for part in made]
+    if len(parts) != 2:
+        raise ValueError(
+            f"dataset: {config.dataset} has {len(parts)} parts, expected 2"
+        )
     tokenizer = tokenizers.load(config.tokenizer)
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
@@ -70,8 +74,7 @@ def write(
 
     Args:
         tokenized: gives what to train on, and to validate with: rows of `tokens`, a
-            document's as the bytes of numbers of `config.token_dtype`. It isn't called if the
-            tokens are there.
+            document's as the bytes of numbers of `config.token_dtype`. Called if needed.
         functions: those that give the documents, and make tokens of them.
 
     Raises:
@@ -88,9 +91,7 @@ def write(
                 for key, value in found.items():
                     manifest.setdefault(key, {})[split] = value
             if not all(manifest["documents"].values()):
-                raise ValueError(
-                    f"dataset: one part has no documents, found {manifest['documents']}"
-                )
+                raise ValueError(f"dataset: an empty part in {manifest['documents']}")
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
