@@ -136,9 +136,8 @@ def test_too_few_documents_or_windows(gpt2, cluster):
 
 def test_a_dataset_has_two_parts(gpt2, cluster):
     """Train comes first, in whatever order a library names its splits."""
-    named = {
-        name: datasets.Dataset.from_dict({"text": [name]}) for name in ("a", "train")
-    }
+    make = datasets.Dataset.from_dict
+    named = {name: make({"text": [name]}) for name in ("a", "train")}
     first, second = corpus.documents(gpt2(), lambda: named)
     assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": "a"}]]
     with pytest.raises(ValueError, match="few has 1 parts, expected 2"):

@@ -33,7 +33,8 @@ def run_notebook(folder: Path, *more_cells) -> list:
     smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 40", text))
     command = "--nbmake --overwrite --nbmake-timeout=900 README.ipynb".split()
     environment = {"GPT2_CONFIG": "configs/smoke.yaml"}
-    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = None  # as its users have it
+    for name in ("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "XLA_FLAGS"):
+        environment[name] = None  # as its users have it
     pytest_itself = Path(sys.executable).with_name("pytest")
     python(pytest_itself, *command, cwd=folder, **environment)
     return code_cells(folder / "README.ipynb")

@@ -65,17 +65,13 @@ def test_files_must_be_as_their_manifest_says(small, write_bins):
     with pytest.raises(ValueError, match="token 520, and vocab_size is 520"):
         token_files.check(dataclasses.replace(config, vocab_size=520), manifest)
     write_bins(config, train_tokens=2_000)
-    with pytest.raises(
-        ValueError, match="has 2000 tokens.* manifest.json, 2001. Delete"
-    ):
+    with pytest.raises(ValueError, match="has 2000 tokens.*, 2001. Delete"):
         token_files.check(config, manifest)
 
 
 def test_a_digest_tells_tokens_from_others(small, write_bins):
     config = small()
-    with pytest.raises(
-        FileNotFoundError, match=r"the cell with prepare_dataset\(config\)"
-    ):
+    with pytest.raises(FileNotFoundError, match="the cell with prepare_dataset"):
         token_files.digest(config)
     changes = ({}, {"seed": 1}, {"val_tokens": 402}, {})
     found = [token_files.digest(write_bins(config, **each)) for each in changes]

@@ -34,7 +34,7 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins):
     trainer = tutorial.make_trainer(write_bins(config, val_tokens=1_001))
     variables = trainer.run_config.worker_runtime_env["env_vars"]
     variables["JAX_PLATFORMS"] = "cpu"
-    variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    variables["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
     trainer.fit()
     assert saved(config) == ["step_00000002"]
 

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pydantic
 from etils import epath
-from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
@@ -36,14 +37,13 @@ def _path_or_name(name: str) -> str:
     return _absolute(name) if is_path else name
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(_absolute)]
 PathOrName = Annotated[str, AfterValidator(_path_or_name)]
+_STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=_STRICT)
 class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
@@ -58,17 +58,17 @@ class RecipeConfig:
     init_from: PathOrName | None = None  # a Hugging Face GPT-2, which brings the shape
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
-    learning_rate: Positive = 6e-4  # the highest; it falls to a tenth
+    learning_rate: PositiveFloat = 6e-4  # the highest; it falls to a tenth
     warmup_steps: PositiveInt = 2_000
     decay_steps: PositiveInt = 600_000
-    weight_decay: NotNegative = 0.1
+    weight_decay: pydantic.NonNegativeFloat = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    grad_clip: Positive = 1.0  # global norm
+    grad_clip: PositiveFloat = 1.0  # global norm
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1337
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=_STRICT)
 class TrainingConfig(RecipeConfig):
     """The recipe, and what changes the result by no more than rounding."""
 
@@ -87,7 +87,7 @@ class TrainingConfig(RecipeConfig):
     checkpoint_interval: PositiveInt = 1_000  # steps, to save in between, too
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
-    stall_timeout_s: Positive = 1_800.0  # a step that takes longer ends its worker
+    stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
     run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
     data_dir: Folder = "data"  # on storage that all nodes share, as the next one
@@ -173,7 +173,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     places = {"data_dir": f"{root}/data/{dataset}", "storage_path": f"{root}/runs"}
     try:
         return TrainingConfig(**(places | values))
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
 
 

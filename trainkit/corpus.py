@@ -4,7 +4,6 @@ import difflib
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -57,12 +56,10 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
         ids = tokenizer.encode_ordinary(text)
-        found = tokenizer.decode(ids)
-        if found != text or tokenizer.eot_token in ids:
-            at = max(len(os.path.commonprefix([found, text])) - 20, 0)
+        if tokenizer.decode(ids) != text or tokenizer.eot_token in ids:
             raise ValueError(
-                f"tokenizer: {config.tokenizer} changes the text {text[at : at + 60]!r}, to "
-                f"{found[at : at + 60]!r}, or ends it. Choose another, such as gpt2"
+                f"tokenizer: {config.tokenizer} changes or ends the text {text!r:.200}. Choose "
+                "another, such as gpt2"
             )
     return parts
 

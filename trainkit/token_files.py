@@ -2,8 +2,7 @@
 
 The format is nanoGPT's: a number for each token, documents one after the other, and an
 end-of-text token after each. It is a uint16, or a uint32 in a vocabulary of more than 65,536.
-A *window* is `block_size + 1` tokens; consecutive windows share one token, so no token between
-two windows is left out.
+A *window* is `block_size + 1` tokens, of which the next one shares the last.
 """
 
 import contextlib
@@ -151,11 +150,10 @@ def read(config: TrainingConfig, split: str, step: int, rows: np.ndarray) -> np.
         OSError: the file ends too soon.
     """
     windows = windows_of(config, split, step)[rows]
-    T = config.block_size
-    tokens = np.empty((len(windows), T + 1), config.token_dtype)
+    tokens = np.empty((len(windows), config.block_size + 1), config.token_dtype)
     with path_of(config, split).open("rb", buffering=0) as file:  # faster than a memmap
         for row, window in zip(tokens, windows.tolist()):
-            file.seek(window * T * tokens.itemsize)
+            file.seek(window * config.block_size * tokens.itemsize)
             if file.readinto(row) != row.nbytes:
                 raise OSError(f"{file.name} ended in window {window}")
     return tokens

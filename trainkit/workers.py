@@ -61,7 +61,6 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
         # Of workers on CPUs, the first alone would use it, and then wait for the others.
         "JAX_ENABLE_COMPILATION_CACHE": str(scaling.use_gpu or scaling.use_tpu),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "grpc_proxy": "",  # calls between workers don't go through an HTTP proxy
