@@ -130,10 +130,10 @@ def test_one_accident_after_the_other(tutorial, reference, head):
         return any(config.run_path.glob("*tmp*")) and len(saved(config)) >= count
 
     with subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT) as process:
-        wait_for(lambda: writing(1), pause=0.002, what="a checkpoint being written")
+        wait_for(lambda: writing(1), pause=0.01, what="a checkpoint being written")
         lose(head, *head.worker_nodes)
         head.add_node(num_cpus=3)
-        wait_for(lambda: writing(2), pause=0.002, what="another one")
+        wait_for(lambda: writing(2), pause=0.01, what="another one")
         process.kill()
     assert last_step(config) < config.max_steps
     assert tutorial.make_trainer(config).fit().metrics["step"] == config.max_steps
@@ -250,12 +250,12 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     staged = Path(tempfile.gettempdir())
 
     def uploading() -> bool:  # another checkpoint than the first
-        recorded = (config.run_path / RECORD).exists()
-        return recorded and any(staged.glob("killed-*/1/step_*_*"))
+        staging = any(staged.glob("killed-*/1/step_*_*"))
+        return staging and (config.run_path / RECORD).exists()
 
     fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.02)).fit
     with in_the_background(fit) as finish:
-        wait_for(uploading, pause=0.002, what="an upload")
+        wait_for(uploading, pause=0.01, what="an upload")
         kill(config, 1)
         log = log_of(config)
         result = finish()
