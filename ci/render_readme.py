@@ -99,6 +99,7 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         below = []
         if shown["text"]:
             below.append(f"{caption}\n\n```text\n{shown['text']}\n```")
+            caption = "*Output:*"
         if image := cell.metadata.get("image"):
             below.append(f"![{cell.metadata.alt}](images/{image})")
         if below:

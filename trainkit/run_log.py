@@ -31,7 +31,7 @@ class RunLog:
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None = None):
         """Go on after a step. `send` gets each line, on the first worker."""
         self._config = config
-        self._send = send or dict  # which does nothing
+        self._send = send
         self._path = config.run_path / "metrics.jsonl"
         self._lines = []
         self._step = step
@@ -94,7 +94,8 @@ class RunLog:
             if saving or "://" not in self._config.storage_path:
                 self._write()
             try:
-                self._send(dict(line))
+                if self._send:
+                    self._send(dict(line))
             except Exception as error:
                 print(f"send failed at step {step}; the run continues: {error!r}")
         return {"val_loss": math.inf, **line}

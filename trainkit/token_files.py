@@ -106,13 +106,13 @@ def digest(config: TrainingConfig) -> str:
     Raises:
         FileNotFoundError: there are none.
     """
-    hashed = hashlib.sha256()
-    for tokens in (open_tokens(config, split) for split in SPLITS):
-        hashed.update(f"{len(tokens)} tokens".encode())
-        hashed.update(tokens[:: len(tokens) // 2**15 + 1].tobytes())
+    tokens = [open_tokens(config, split) for split in SPLITS]
     manifest = Path(config.data_dir) / "manifest.json"
     if manifest.exists():
-        hashed = hashlib.sha256(manifest.read_bytes())
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    hashed = hashlib.sha256(str([len(x) for x in tokens]).encode())
+    for x in tokens:
+        hashed.update(x[:: len(x) // 2**15 + 1].tobytes())
     return hashed.hexdigest()
 
 
