@@ -19,7 +19,7 @@ os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/build/jax-cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Programs are small: they compile in two thirds of the time, and little runs.
+# Programs are small: they compile in half the time, and little runs.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
