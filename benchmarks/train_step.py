@@ -26,6 +26,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from trainkit import workers
 from trainkit.config import TrainingConfig, load_config
 
 ON_CPU = TrainingConfig(compute_dtype="float32", block_size=256, device_batch_size=2)
@@ -148,7 +149,12 @@ def main() -> None:
     rows = {"ours": (our_step,)}
     if options.original:
         rows["the original tutorial"] = original_step, options.original
-    if not options.config:
+    if options.config:  # each process starts with a worker's environment
+        config = load_config(options.config)
+        scaling = common.load_notebook().SCALING[config.machines]
+        for name, value in workers.environment(config, scaling).items():
+            os.environ[name] = os.path.expandvars(value)
+    else:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile in each round
         rows["Hugging Face in PyTorch, eager"] = pytorch_step, False

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # "" lets `-m device` find others
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # "" finds others: test_device.py
 os.environ["RAY_ADDRESS"] = "local"  # never a cluster that happens to be here
 os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
@@ -19,8 +19,9 @@ os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/build/jax-cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Programs are small: they compile in half the time, and little runs.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Programs are small: they compile in half the time, and little runs.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import numpy as np

@@ -1,6 +1,6 @@
 """Gradients and attention on whatever devices JAX finds, beside float32 on the CPU.
 
-On a machine with GPUs or TPUs: JAX_PLATFORMS= python -m pytest -m device
+On a machine with GPUs or TPUs: JAX_PLATFORMS= python -m pytest tests/test_device.py
 """
 
 from functools import partial
@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-pytestmark = pytest.mark.device
 KERNEL = {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"}[jax.default_backend()]
 WIDTHS = {"n_layer": 1, "n_head": 4, "n_embd": 256, "block_size": 512}
 CPU = Mesh(np.reshape(jax.devices("cpu")[0], (1, 1, 1)), ("data", "fsdp", "tensor"))

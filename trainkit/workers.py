@@ -1,8 +1,5 @@
 """The workers: what they ask of the cluster, their environment, and how each starts."""
 
-import ctypes
-import glob
-import importlib.util
 import logging
 import os
 import socket
@@ -71,6 +68,8 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
         variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
+        # As JAX's random numbers for all arrays in one program, XLA would compile for minutes.
+        variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
         # Communicate while computing: "Optimization level" there.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
         # That of each node, and where GKE keeps its driver.
@@ -100,7 +99,6 @@ def start(settings: dict) -> TrainingConfig:
         )
     if "cuda" in os.environ.get("JAX_PLATFORMS", ""):
         use_assigned_gpus()
-        _load_cuda_libraries()
     workers = ray.train.get_context().get_world_size()
     if jax.process_count() != workers:
         raise RuntimeError(
@@ -130,16 +128,3 @@ def use_assigned_gpus() -> None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == from_zero:
         ids = sorted(assigned, key=lambda gpu: (len(gpu), gpu))  # 2 before 10
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
-
-
-def _load_cuda_libraries() -> None:
-    """Load those of pip's CUDA libraries that JAX leaves to the system to find.
-
-    JAX loads by path what it calls itself. What that calls in turn, the system would find by
-    name, in the image's folders before pip's, if it weren't loaded already.
-    """
-    nvidia = importlib.util.find_spec("nvidia")
-    for folder in nvidia.submodule_search_locations if nvidia else []:
-        for name in ("nvJitLink", "cublasLt", "cudnn_graph"):
-            for path in glob.glob(f"{glob.escape(folder)}/*/lib/lib{name}.so.*"):
-                ctypes.CDLL(path)
