@@ -3,6 +3,7 @@
 import os
 import re
 
+import jax
 import pytest
 import ray
 import ray.train
@@ -70,6 +71,8 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
     assert found["JAX_ENABLE_COMPILATION_CACHE"] == str(platform != "cpu")
     assert found["grpc_proxy"] == ""
+    options = {name.lower() for name in found if name.startswith("JAX_")}
+    assert {name for name in options if not hasattr(jax.config, name)} == set()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     found = trainkit.workers.environment(config, scaling)
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")

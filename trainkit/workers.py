@@ -68,7 +68,7 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
         variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
-        # As JAX's random numbers for all arrays in one program, XLA would compile for minutes.
+        # Random numbers by JAX's kernel: XLA's program of them all compiles for minutes.
         variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
         # Communicate while computing: "Optimization level" there.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
