@@ -3,10 +3,11 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from notebook_module import load_notebook
+from notebook_module import code_cells, load_notebook
 from ruamel.yaml import YAMLError
 
 from trainkit.config import TrainingConfig, fingerprint, load_config
@@ -93,16 +94,23 @@ def test_how_devices_share_a_batch():
     assert TrainingConfig(batch_size=37).split(1)["micro-batches"] == "37 x 1"
 
 
-def code_of(notebook) -> str:
-    """The fingerprint of the functions that the notebook names where it launches a run."""
-    text = (ROOT / "README.ipynb").read_text()
-    names = re.search(r"fingerprint\(config, (.*?)\)", text)[1].split(", ")
-    return fingerprint(TrainingConfig(), *(getattr(notebook, name) for name in names))
+def launch(notebook, config: TrainingConfig) -> tuple[str, TrainingConfig]:
+    """The name of the run that the notebook's cell launches, and `config` after the cell."""
+    (cell,) = [cell for cell in code_cells() if "fingerprint(" in cell.source]
+    trainer = SimpleNamespace(fit=lambda: None)
+    names = {
+        "config": config,
+        "config_path": "mine.yaml",
+        "make_trainer": lambda _: trainer,
+    }
+    names = vars(notebook) | names
+    exec(cell.source, names)
+    return names["run"].run_name, names["config"]
 
 
 EDITS = [  # and whether another run starts
     ("jax.nn.gelu", "jax.nn.relu", True),  # in a class that a class uses
-    (".mean(axis=0) / k", ".sum(axis=0) / k", True),
+    (".mean(axis=-1) / k", ".sum(axis=-1) / k", True),
     ("split, step, rows", "split, 0, rows", True),
     ("peak / 10", "(peak  / 10)  # a comment", False),
     ("The state before the first step", "Another text", False),
@@ -115,12 +123,14 @@ def test_an_edited_cell_names_another_run(
     tutorial, tmp_path, monkeypatch, old, new, counts
 ):
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # as it is afterwards
-    first = code_of(tutorial)
+    first, config = launch(tutorial, TrainingConfig())
+    assert re.fullmatch(r"mine-\w{6}", first)
     text = (ROOT / "README.ipynb").read_text()
     assert old in text
     path = tmp_path / "README.ipynb"
     path.write_text(text.replace(old, new))
-    assert (code_of(load_notebook(path)) != first) == counts
+    again, _ = launch(load_notebook(path), config)  # as in the same kernel
+    assert (again != first) == counts
 
 
 LAST = 10
