@@ -33,7 +33,7 @@ from accidents import (
 )
 from conftest import ROOT, start_ray, stop_ray
 from moto.server import ThreadedMotoServer
-from samples import run_from_guide
+from samples import run, run_from_guide
 
 from trainkit import checkpoints
 
@@ -188,34 +188,43 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
 
 
 @pytest.mark.extra
-def test_an_elastic_run_shrinks_and_grows(tutorial, head, reference, monkeypatch):
-    """A node is lost, and another one comes; with one worker, the run can't end."""
-    node = head.add_node(num_cpus=3)
+def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch):
+    """From two workers to four, when a node comes, and back to two, when it is lost."""
+    room = {
+        "num_cpus": 6,
+        "resources": {"host": 2},
+    }  # of two workers and their data tasks
+    head.add_node(**room)
     head.wait_for_nodes()
     scaling = ray.train.ScalingConfig(
-        num_workers=(1, 2),
-        resources_per_worker={"CPU": 2},  # and one for its data tasks
+        num_workers=(2, 4),
+        resources_per_worker={"CPU": 2, "host": 1},
         elastic_resize_monitor_interval_s=2.0,
     )
     monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
-    config = replace(reference, run_name="elastic", stall_timeout_s=900.0)
+    changes = {"run_name": "elastic", "batch_size": 12, "stall_timeout_s": 900.0}
+    config = replace(reference, **changes)
 
     def loop(settings: dict) -> None:
         workers = ray.train.get_context().get_world_size()
 
         def hold(line: dict) -> None:  # until Ray starts another number of workers
-            if line["step"] == {2: 12, 1: 20}[workers]:
+            if line["step"] == {2: 12, 4: 20}[workers]:
                 time.sleep(3_600)
 
         tutorial.train_loop_per_worker(settings, hold)
 
     with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
         wait_for(lambda: last_step(config) == 12, what="what two workers do")
+        node = head.add_node(**room)
+        wait_for(lambda: last_step(config) == 20, what="what four workers do")
         lose(head, node)
-        wait_for(lambda: last_step(config) == 20, what="what one worker does")
-        head.add_node(num_cpus=3)
         assert result().metrics["step"] == config.max_steps
-    losses, expected = ([x["loss"] for x in log_of(c)] for c in (config, reference))
+    batches = tutorial.read_batches(
+        config, tutorial.create_mesh(config), "train", range(config.max_steps)
+    )
+    _, expected = run(tutorial, config, batches)
+    losses = [line["loss"] for line in log_of(config)]
     np.testing.assert_allclose(losses, expected, atol=1e-4)
 
 

@@ -108,22 +108,22 @@ def cross_entropy(
 
     # Each device scores its own tokens, and so needs all rows that fsdp divides.
     table = jax.lax.with_sharding_constraint(table, P("tensor"))
-    total = _sum_over_parts(table, split(features), split(targets), config.vocab_size)
-    return total / targets.size
+    return _mean_over_parts(table, split(features), split(targets), config.vocab_size)
 
 
 @jax.custom_gradient
-def _sum_over_parts(table, features, targets, vocab_size):
+def _mean_over_parts(table, features, targets, vocab_size):
     """For features [chunks, B, T/chunks, D] and targets [chunks, B, T/chunks]."""
+    n = targets.size
 
-    def sum_of_part(table, features, targets):
+    def loss_of_part(table, features, targets):
         logits = features @ table.astype(features.dtype).T  # (B, T/chunks, V)
         # The rows that pad the vocabulary can be neither predicted nor trained.
         logits = jnp.where(jnp.arange(len(table)) < vocab_size, logits, -jnp.inf)
-        return _sum_over_tokens(logits, targets)
+        return _sum_over_tokens(logits, targets) / n  # so backward multiplies by 1
 
     def add_part(total, part):
-        loss_and_gradients = jax.value_and_grad(sum_of_part, argnums=(0, 1))
+        loss_and_gradients = jax.value_and_grad(loss_of_part, argnums=(0, 1))
         loss, (d_table, d_features) = loss_and_gradients(table, *part)
         return jax.tree.map(jnp.add, total, (loss, d_table)), d_features
 
