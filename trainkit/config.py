@@ -160,7 +160,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     with open(path) as file:
         values = (YAML(typ="safe", pure=True).load(file) or {}) | changes
     if values.get("init_from"):
-        from trainkit import huggingface  # slow, and needed here only
+        from trainkit import huggingface  # which imports this module
 
         values |= huggingface.published_shape(_path_or_name(values["init_from"]))
     dataset = values.get("dataset", RecipeConfig.dataset)

@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import transformers
 from flax import nnx
 from huggingface_hub import snapshot_download
 from safetensors.numpy import load_file, save_file
@@ -33,6 +32,8 @@ def published_shape(name: str) -> dict[str, int]:
     Raises:
         ValueError: it is another kind of model.
     """
+    import transformers  # slow, and workers don't need it
+
     theirs = transformers.GPT2Config.from_json_file(_folder(name) / "config.json")
     usual = transformers.GPT2Config()
     for key in _FUNCTION:
@@ -79,6 +80,8 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     Raises:
         OSError: the folder isn't empty.
     """
+    import transformers
+
     config, tokenizer = model.config, tokenizers.load(model.config.tokenizer)
     tensors = {f"transformer.{k}": np.asarray(x) for k, x in _to_tensors(model).items()}
     folder = Path(folder).expanduser()
