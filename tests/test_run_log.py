@@ -96,7 +96,7 @@ def test_trackers_get_the_lines(tutorial, cluster, small, write_bins, tmp_path, 
         trainer.run_config.worker_runtime_env["env_vars"] |= places
         return trainer
 
-    names = vars(tutorial) | {"config": config, "make_trainer": make_trainer}
+    names = vars(tutorial) | {"run": config, "make_trainer": make_trainer}
     with in_the_background(lambda: run_from_guide(f" {module}", names)) as finish:
         wait_for(lambda: last_step(config) >= 13, pause=0.005, what="step 13")
         pid = (config.run_path / "locked-by.txt").read_text().split()[1]

@@ -44,9 +44,13 @@ def lock_run(config: TrainingConfig) -> None:
     config.run_path.mkdir(parents=True, exist_ok=True)
     file = config.run_path / "lock"
     holder = config.run_path / "locked-by.txt"
-    _lock = FileLock(file, timeout=_PATIENCE, fallback_to_soft=False)
+    _lock = FileLock(file, fallback_to_soft=False)
     try:
-        _lock.acquire()
+        with contextlib.suppress(Timeout):
+            _lock.acquire(timeout=1)
+        if not _lock.is_locked:
+            print(f"Another launch has {config.run_path}: waiting for {_PATIENCE} s")
+            _lock.acquire(timeout=_PATIENCE)
     except Timeout:
         raise RuntimeError(
             f"run_name: {config.run_path} is in use by {holder.read_text()}. Wait for it, end "
