@@ -198,7 +198,7 @@ def test_one_launch_at_a_time(config, monkeypatch, capfd):
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match=words):
             lock()
-    assert "waiting for 1 s" in capfd.readouterr().out
+    assert "is locked: waiting for 1 s" in capfd.readouterr().out
     lock()
 
     def flock(*_) -> None:

@@ -218,6 +218,7 @@ def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch
         wait_for(lambda: last_step(config) == 12, what="what two workers do")
         node = head.add_node(**room)
         wait_for(lambda: last_step(config) == 20, what="what four workers do")
+        wait_for(lambda: "step_00000016" in saved(config), what="their checkpoint")
         lose(head, node)
         assert result().metrics["step"] == config.max_steps
     batches = tutorial.read_batches(

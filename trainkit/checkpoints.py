@@ -49,7 +49,7 @@ def lock_run(config: TrainingConfig) -> None:
         with contextlib.suppress(Timeout):
             _lock.acquire(timeout=1)
         if not _lock.is_locked:
-            print(f"Another launch has {config.run_path}: waiting for {_PATIENCE} s")
+            print(f"{config.run_path} is locked: waiting for {_PATIENCE} s at most")
             _lock.acquire(timeout=_PATIENCE)
     except Timeout:
         raise RuntimeError(
