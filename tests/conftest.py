@@ -27,6 +27,7 @@ import jax
 import numpy as np
 import pytest
 import ray
+from accidents import free_port
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
@@ -109,7 +110,9 @@ def cluster():
 def head():
     """A cluster that has no more than a head, where this process stays."""
     stop_ray()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    # Ray's own port for the dashboard may be another cluster's.
+    options = {"num_cpus": 3, "dashboard_port": free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
     start_ray(cluster.address)
     yield cluster
     stop_ray()
