@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -36,12 +35,6 @@ def last_step(config) -> int:
 def saved(config) -> list[str]:
     """The names of the run's whole checkpoints."""
     return sorted(path.name for path in config.run_path.glob("step_????????"))
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 RUNNING = []  # what `in_the_background` has started

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import threading
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,6 @@ import jax
 import numpy as np
 import pytest
 import ray
-from accidents import free_port
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
@@ -104,6 +104,12 @@ def pytest_collection_modifyitems(items):
 def cluster():
     """A real Ray cluster of one node, which stays until a test starts one of its own."""
     start_ray()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import time
 from functools import partial
 
 import pytest
-from accidents import free_port, in_the_background, wait_for
-from conftest import ROOT
+from accidents import in_the_background, wait_for
+from conftest import ROOT, free_port
 from notebook_module import code_cells
 from ray.cluster_utils import Cluster
 from samples import python
