@@ -98,12 +98,8 @@ def launch(notebook, config: TrainingConfig) -> tuple[str, TrainingConfig]:
     """The name of the run that the notebook's cell launches, and `config` after the cell."""
     (cell,) = [cell for cell in code_cells() if "fingerprint(" in cell.source]
     trainer = SimpleNamespace(fit=lambda: None)
-    names = {
-        "config": config,
-        "config_path": "mine.yaml",
-        "make_trainer": lambda _: trainer,
-    }
-    names = vars(notebook) | names
+    names = vars(notebook) | {"config": config, "config_path": "mine.yaml"}
+    names["make_trainer"] = lambda run: trainer
     exec(cell.source, names)
     return names["run"].run_name, names["config"]
 

@@ -190,10 +190,8 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
 @pytest.mark.extra
 def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch):
     """From two workers to four, when a node comes, and back to two, when it is lost."""
-    room = {
-        "num_cpus": 6,
-        "resources": {"host": 2},
-    }  # of two workers and their data tasks
+    # Each of these nodes has room for two workers and their data tasks.
+    room = {"num_cpus": 6, "resources": {"host": 2}}
     head.add_node(**room)
     head.wait_for_nodes()
     scaling = ray.train.ScalingConfig(
