@@ -1,6 +1,6 @@
 """How fast text becomes tokens, beside nanoGPT's way of doing it.
 
-    python benchmarks/prepare.py [--rounds 3] [--megabytes 25 1000]
+    python benchmarks/prepare.py
 
 Tokenizes Python's help pages, repeated, each with a number in front, from files of the datasets
 library: with the notebook's cells, and with nanoGPT's two loops, written anew here: one
@@ -8,7 +8,6 @@ library: with the notebook's cells, and with nanoGPT's two loops, written anew h
 measurement has a process of its own, and both must write the same bytes.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -28,9 +27,13 @@ import tiktoken
 
 from trainkit.config import TrainingConfig
 
+ROUNDS = 3
+CHARACTERS = 250_000_000
 
-def make_documents(size: float):
-    """Rows of `size` characters in all."""
+
+def make_documents():
+    """Rows of so many characters in all."""
+    size = CHARACTERS
     for number, page in enumerate(itertools.cycle(topics.values())):
         if size <= 0:
             break
@@ -89,26 +92,20 @@ def measure(way: str, root: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[25, 1_000])
-    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".") as root:
+        root = Path(root).resolve()
+        documents = datasets.Dataset.from_generator(make_documents, cache_dir=str(root))
+        documents.save_to_disk(root / "documents")
+        ways = [("ours", root), ("nanoGPT's", root)]
+        runs = common.interleave(measure, ways, ROUNDS)
+    if any(run["digests"] != runs[0][0]["digests"] for run in sum(runs, [])):
+        raise SystemExit("The files differ, so the speeds cannot be compared")
+    seconds = [median(run["seconds"] for run in way) for way in runs]
     table = []
-    for size in arguments.megabytes:
-        with tempfile.TemporaryDirectory(dir=".") as root:
-            root = Path(root).resolve()
-            options = {"gen_kwargs": {"size": size * 1e6}, "cache_dir": str(root)}
-            documents = datasets.Dataset.from_generator(make_documents, **options)
-            documents.save_to_disk(root / "documents")
-            ways = [("ours", root), ("nanoGPT's", root)]
-            runs = common.interleave(measure, ways, arguments.rounds)
-        if any(run["digests"] != runs[0][0]["digests"] for run in sum(runs, [])):
-            raise SystemExit("The files differ, so the speeds cannot be compared")
-        seconds = [median(run["seconds"] for run in way) for way in runs]
-        for (way, _), spent in zip(ways, seconds):
-            speed = f"{runs[0][0]['tokens'] / spent / 1e6:.2f}"
-            table.append([f"{size:,} MB", way, speed, f"{seconds[1] / spent:.2f}"])
-    columns = ["text", "way", "million tokens/s", "ratio to nanoGPT's"]
+    for (way, _), spent in zip(ways, seconds):
+        speed = runs[0][0]["tokens"] / spent / 1e6
+        table.append([way, f"{speed:.2f}", f"{seconds[1] / spent:.2f}"])
+    columns = ["way", "million tokens/s", "ratio to nanoGPT's"]
     common.print_table(columns, table, ["datasets", "ray", "tiktoken"])
 
 

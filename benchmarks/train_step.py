@@ -38,7 +38,6 @@ PEAK_FLOPS = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
-    "TPU v5 lite": 197e12,
     "TPU v6 lite": 918e12,
 }
 

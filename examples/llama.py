@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 RULES = {
-    r"(qkv|gate|up)/kernel": P("fsdp", "tensor"),
-    r"(out|down|head)/kernel": P("tensor", "fsdp"),
-    r"embedding": P(("tensor", "fsdp")),
-    r"": P(),
+    ("qkv/kernel", "gate/kernel", "up/kernel"): P("fsdp", "tensor"),
+    ("out/kernel", "down/kernel", "head/kernel"): P("tensor", "fsdp"),
+    "embedding": P(("tensor", "fsdp")),
+    "": P(),
 }
 
 

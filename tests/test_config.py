@@ -10,7 +10,7 @@ from conftest import ROOT
 from notebook_module import code_cells, load_notebook
 from ruamel.yaml import YAMLError
 
-from trainkit.config import TrainingConfig, fingerprint, load_config
+from trainkit.config import TrainingConfig, load_config, named_run
 
 # Only the guide has the machines of the 7B model; test_compute_configs.py looks at them.
 FILES = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"gpt2-7b-gpu.yaml"}
@@ -96,7 +96,7 @@ def test_how_devices_share_a_batch():
 
 def launch(notebook, config: TrainingConfig) -> tuple[str, TrainingConfig]:
     """The name of the run that the notebook's cell launches, and `config` after the cell."""
-    (cell,) = [cell for cell in code_cells() if "fingerprint(" in cell.source]
+    (cell,) = [cell for cell in code_cells() if "named_run(" in cell.source]
     trainer = SimpleNamespace(fit=lambda: None)
     names = vars(notebook) | {"config": config, "config_path": "mine.yaml"}
     names["make_trainer"] = lambda run: trainer
@@ -109,7 +109,8 @@ EDITS = [  # and whether another run starts
     (".mean(axis=-1) / k", ".sum(axis=-1) / k", True),
     ("split, step, rows", "split, 0, rows", True),
     ("peak / 10", "(peak  / 10)  # a comment", False),
-    ("The state before the first step", "Another text", False),
+    ("One optimizer step;", "Another text;", False),
+    ("test_size=0.0005", "test_size=0.005", True),  # by which other tokens are made
     ("sum(losses)", "max(losses)", False),  # in the loop, which continues
 ]
 
@@ -137,18 +138,18 @@ def last_rate() -> float:
 
 
 def test_a_constant_names_another_run(monkeypatch):
-    first = fingerprint(TrainingConfig(), last_rate)
+    first = named_run(TrainingConfig(), "", last_rate)
     monkeypatch.setitem(globals(), "LAST", 9)
-    assert fingerprint(TrainingConfig(), last_rate) != first
+    assert named_run(TrainingConfig(), "", last_rate) != first
 
 
 def test_a_recipe_names_a_run_and_machines_dont():
     def name_of(**changes) -> str:
-        return fingerprint(TrainingConfig(**changes))
+        return named_run(TrainingConfig(**changes), "").run_name
 
     for key in ("learning_rate", "seed", "n_layer"):
         assert name_of(**{key: 7}) != name_of()
     for key, value in (("attention", "cudnn"), ("fsdp", 2), ("max_steps", 7)):
         assert name_of(**{key: value}) == name_of()
-    # Storage may be mounted elsewhere.
-    assert name_of(tokenizer="/a/mine.json") == name_of(tokenizer="/b/mine.json")
+    # Files of one name are in many folders.
+    assert name_of(tokenizer="/a/t.json") != name_of(tokenizer="/b/t.json")

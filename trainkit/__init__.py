@@ -8,19 +8,13 @@ corpus        documents into token files
 layers        attention's kernels, the loss in parts, scanned blocks
 checkpoints   one launch at a time, the recipe's check, and buckets
 workers       environment, the right GPUs, how each starts
+sources       the source of the notebook's functions
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """
 
 import os
 import sys
-
-# What Ray and JAX say of each start, and a notebook needn't show.
-_STARTS = (
-    r"JAX distributed (service on|shutdown)|JAX detected proxy|Initialized JAX|\[Gloo\] Rank|"
-    "Requesting resources|Attempting to start|Reporting training|PreemptionWatcher|"
-    "preemption_sync"
-)
 
 
 def set_up_driver() -> None:
@@ -36,7 +30,10 @@ def set_up_driver() -> None:
     os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _STARTS)  # "" shows all
+    # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
+    jax = r"JAX distributed service|Initialized JAX|\[Gloo\] Rank|preemption_sync"
+    starts = f"{jax}|Requesting resources|Attempting to start"
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", starts)
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

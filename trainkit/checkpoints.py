@@ -65,15 +65,14 @@ def lock_run(config: TrainingConfig) -> None:
 
 
 @contextlib.contextmanager
-def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[dict]:
-    """Give the `config` and `metrics` of a checkpoint; add to errors what to do.
+def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[None]:
+    """While a checkpoint is read: refuse another recipe's, and add to errors what to do.
 
     Raises:
         ValueError: its recipe is another one: key by key, what it was, and what it is.
     """
     try:
-        metadata = orbax.metadata(path).custom_metadata
-        saved = TrainingConfig(**metadata["config"]).recipe
+        saved = TrainingConfig(**orbax.metadata(path).custom_metadata).recipe
         differing = [
             f"{key} was {saved[key]!r}, is {value!r}"
             for key, value in config.recipe.items()
@@ -81,7 +80,7 @@ def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[dict]:
         ]
         if differing:
             raise ValueError(f"run_name: another recipe: {'; '.join(differing)}")
-        yield metadata
+        yield
     except Exception as error:
         error.add_note(
             f"On {socket.gethostname()}, in {path}. For another recipe, choose another "
@@ -95,7 +94,7 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
     """The model in a checkpoint, which may be in a bucket, on this process's first device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with checkpoint.as_directory() as folder:
-        values = orbax.metadata(folder).custom_metadata["config"]
+        values = orbax.metadata(folder).custom_metadata
         # These run anywhere, for texts of any length.
         values |= {"attention": "xla", "scan_layers": False}
         model = jax.eval_shape(partial(create_model, TrainingConfig(**values)))
@@ -120,9 +119,9 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
     # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
     name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"
     folder = _staging(config) / name
-    metadata = {"config": dataclasses.asdict(config), "metrics": metrics}
+    values = dataclasses.asdict(config)
     with context, orbax.training.Checkpointer(folder) as checkpointer:
-        checkpointer.save(step, _named(state), force=True, custom_metadata=metadata)
+        checkpointer.save(step, _named(state), force=True, custom_metadata=values)
     ray.train.report(
         metrics,
         checkpoint=ray.train.Checkpoint(folder / str(step)),

@@ -4,15 +4,11 @@ The defaults are GPT-2 small with nanoGPT's recipe:
 https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
-import ast
 import dataclasses
 import hashlib
-import inspect
 import json
-import linecache
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
 from trainkit import tokenizers
+from trainkit.sources import source_of
 
 
 def _absolute(place: str) -> str:
@@ -105,13 +102,8 @@ class TrainingConfig(RecipeConfig):
 
     @property
     def recipe(self) -> dict[str, str | int | float | None]:
-        """What decides the result, as plain data; of paths, the last part."""
-        keys = [field.name for field in dataclasses.fields(RecipeConfig)]
-        recipe = {key: getattr(self, key) for key in keys}
-        for key in ("tokenizer", "init_from"):  # storage may be mounted elsewhere
-            if os.path.isabs(recipe[key] or ""):
-                recipe[key] = os.path.basename(recipe[key])
-        return recipe
+        """What decides the result, as plain data."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(RecipeConfig)}
 
     @property
     def run_path(self) -> epath.Path:
@@ -177,38 +169,10 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def fingerprint(config: TrainingConfig, *functions: Callable) -> str:
-    """Six characters that tell this recipe and the source of `functions` from others."""
+def named_run(
+    config: TrainingConfig, path: str, *functions: Callable
+) -> TrainingConfig:
+    """`config` with a run_name: its own, or by its file, recipe, and the code of functions."""
     text = json.dumps([config.recipe, source_of(*functions)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def source_of(*functions: Callable) -> dict[str, str]:
-    """The source of functions, and of what they use of the same notebook or script, by name.
-
-    Comments, docstrings, and format don't count. Constants do, if their names are capitals.
-    """
-    found = {}
-    remaining = list(functions)
-    while remaining:
-        each = inspect.unwrap(remaining.pop())
-        # Python keeps the source of a cell, and a class knows it by its methods.
-        methods = (f for f in (each, *vars(each).values()) if inspect.isfunction(f))
-        file = next(methods).__code__.co_filename
-        tree = ast.parse("".join(linecache.getlines(file)))
-        for node in (n for n in tree.body if getattr(n, "name", "") == each.__name__):
-            for part in ast.walk(node):
-                if isinstance(part, ast.FunctionDef | ast.ClassDef):
-                    if ast.get_docstring(part):
-                        part.body = part.body[1:]
-            found[each.__name__] = ast.unparse(node)
-            names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            namespace = vars(sys.modules[each.__module__])
-            for name in names & namespace.keys() - found.keys():
-                value = inspect.unwrap(namespace[name])
-                if name.isupper() and isinstance(value, int | float | str | tuple):
-                    found[name] = repr(value)
-                elif inspect.isfunction(value) or inspect.isclass(value):
-                    if value.__module__ == each.__module__:
-                        remaining.append(value)
-    return found
+    name = f"{Path(path).stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return dataclasses.replace(config, run_name=config.run_name or name)

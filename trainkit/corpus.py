@@ -17,7 +17,8 @@ from ray.data import Dataset
 from tqdm import tqdm
 
 from trainkit import token_files, tokenizers
-from trainkit.config import TrainingConfig, source_of
+from trainkit.config import TrainingConfig
+from trainkit.sources import source_of
 
 
 def help_pages() -> list[str]:

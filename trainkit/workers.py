@@ -29,8 +29,6 @@ def settings(
 ) -> dict:
     """What `start` gets, after a look at all that would fail on the workers.
 
-    Machines may still come, so a line says what the cluster lacks, and Ray waits.
-
     Raises:
         FileNotFoundError: there are no tokens.
         ValueError: the workers can't share a batch, or `create_state(config)` fails.
@@ -44,9 +42,7 @@ def settings(
     share = scaling.min_workers / scaling.max_workers
     there = {kind: ray.cluster_resources().get(kind, 0) for kind in asked}
     if any(share * asked[kind] > there[kind] for kind in asked):
-        print(
-            f"The workers ask for {asked}. The cluster has {there}, so Ray waits for more."
-        )
+        print(f"The workers ask for {asked}. The cluster has {there}, so Ray waits.")
     return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
 
 
