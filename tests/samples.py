@@ -28,10 +28,6 @@ def python(script: str | Path, *arguments, cwd=ROOT, **variables: str | None) ->
     return done.stdout
 
 
-def random_tokens(config, shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, config.vocab_size, shape)
-
-
 def equations(jaxpr, name: str) -> list[dict]:
     """The parameters of the equations of that name, however deep they are."""
     found = []
@@ -73,8 +69,3 @@ def run_from_guide(words: str, names: dict) -> dict:
     (block,) = [block for block in blocks if words in block]
     exec(block, names)
     return names
-
-
-def add_from_guide(tutorial, name: str) -> None:
-    """Define in the notebook what the guide's block with the function `name` defines."""
-    run_from_guide(f"def {name}(", vars(tutorial))

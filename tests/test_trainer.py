@@ -246,7 +246,7 @@ def bucket(monkeypatch):
 @pytest.mark.slow
 def test_object_store(tutorial, reference, bucket, monkeypatch):
     """A kill during an upload; the log has each step once, though an object can't grow."""
-    changes = {"run_name": "killed", "max_steps": 24, "checkpoint_interval": 20}
+    changes = {"run_name": "killed", "max_steps": 16, "checkpoint_interval": 12}
     config = replace(reference, storage_path=bucket, **changes)
     monkeypatch.setattr(tutorial, "save", checkpoints.save)
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
@@ -269,7 +269,7 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     # Pruned to the two best and the latest.
     losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
     best = sorted(losses, key=losses.get)[:2]
-    assert {int(x.path[-17:-9]) for x, _ in result.best_checkpoints} == {24, *best}
+    assert {int(x.path[-17:-9]) for x, _ in result.best_checkpoints} == {16, *best}
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
     assert model.config == config

@@ -7,7 +7,7 @@ import tiktoken
 import torch
 import transformers
 from safetensors.numpy import load_file
-from samples import add_from_guide, windows_for
+from samples import run_from_guide, windows_for
 
 import trainkit.huggingface
 
@@ -15,7 +15,7 @@ import trainkit.huggingface
 def test_windows_of_a_stream(tutorial, small):
     """Each begins with the last token of the one before; what is left over isn't used."""
     texts = np.array(["Some text of several tokens", "", "more text"])
-    add_from_guide(tutorial, "cut_windows")
+    run_from_guide("def cut_windows(", vars(tutorial))
     rows = tutorial.cut_windows({"text": texts}, small(block_size=4))
     encode = tiktoken.get_encoding("gpt2").encode_ordinary
     ids = sum(([*encode(text), 50_256] for text in texts), [])
