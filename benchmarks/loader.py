@@ -26,7 +26,7 @@ WINDOWS = 10**6
 
 
 def measure(folder: Path) -> float:
-    """Tokens/s."""
+    """Tokens/s of one iterator."""
     tutorial = common.load_notebook()
     config = TrainingConfig(data_dir=str(folder))
     common.start_ray(num_cpus=common.CORES)

@@ -32,7 +32,7 @@ CHARACTERS = 250_000_000
 
 
 def make_documents():
-    """Rows of so many characters in all."""
+    """Rows of about CHARACTERS in all."""
     size = CHARACTERS
     for number, page in enumerate(itertools.cycle(topics.values())):
         if size <= 0:

@@ -246,8 +246,8 @@ def bucket(monkeypatch):
 @pytest.mark.slow
 def test_object_store(tutorial, reference, bucket, monkeypatch):
     """A kill during an upload; the log has each step once, though an object can't grow."""
-    changes = {"run_name": "killed", "max_steps": 16, "checkpoint_interval": 12}
-    config = replace(reference, storage_path=bucket, **changes)
+    changes = {"run_name": "killed", "max_steps": 24, "storage_path": bucket}
+    config = replace(reference, **changes)
     monkeypatch.setattr(tutorial, "save", checkpoints.save)
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
     staged = Path(tempfile.gettempdir())
@@ -269,10 +269,16 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     # Pruned to the two best and the latest.
     losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
     best = sorted(losses, key=losses.get)[:2]
-    assert {int(x.path[-17:-9]) for x, _ in result.best_checkpoints} == {16, *best}
+    assert {int(x.path[-17:-9]) for x, _ in result.best_checkpoints} == {24, *best}
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
     assert model.config == config
+
+    # A finished run goes on, from Ray's record in the bucket.
+    log, trainer = log_of(config), tutorial.make_trainer(replace(config, max_steps=25))
+    trainer.scaling_config = replace(trainer.scaling_config, num_workers=1)
+    assert trainer.fit().metrics["step"] == 25
+    assert log_of(config)[:24] == log and len(log_of(config)) == 25
 
 
 @pytest.mark.extra

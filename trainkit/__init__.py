@@ -31,9 +31,9 @@ def set_up_driver() -> None:
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
-    jax = r"JAX distributed service|Initialized JAX|\[Gloo\] Rank|preemption_sync"
-    starts = f"{jax}|Requesting resources|Attempting to start"
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", starts)
+    by_jax = r"JAX distributed service|JAX detected|Initialized JAX|\[Gloo\] R|preemption_sync"
+    by_ray = "Requesting resources|Attempting to start|PreemptionWatcher"
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", f"{by_jax}|{by_ray}")
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

@@ -172,7 +172,7 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
 def named_run(
     config: TrainingConfig, path: str, *functions: Callable
 ) -> TrainingConfig:
-    """`config` with a run_name: its own, or by its file, recipe, and the code of functions."""
+    """`config` itself if it has a `run_name`, or else with one of `path` and a fingerprint."""
     text = json.dumps([config.recipe, source_of(*functions)], sort_keys=True)
     name = f"{Path(path).stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return dataclasses.replace(config, run_name=config.run_name or name)

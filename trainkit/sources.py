@@ -1,4 +1,4 @@
-"""What the notebook's code is: the source of its functions, to tell an edit from a comment."""
+"""The source of the notebook's functions, so that an edit is noticed, and a comment isn't."""
 
 import ast
 import inspect

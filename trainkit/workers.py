@@ -27,7 +27,7 @@ def default_config() -> str:
 def settings(
     config: TrainingConfig, scaling: ScalingConfig, create_state: Callable
 ) -> dict:
-    """What `start` gets, after a look at all that would fail on the workers.
+    """What `start` gets. Prints what the cluster lacks, and refuses what would fail later.
 
     Raises:
         FileNotFoundError: there are no tokens.
