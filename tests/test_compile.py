@@ -28,7 +28,6 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
         pytest.param("gpt2-124m.yaml 1xh200 batch_size=32", 14.4, marks=FOR_GPUS),
         pytest.param("gpt2-124m.yaml 8xh200", 105, marks=FOR_GPUS),
         pytest.param("stories.yaml 4xa10g", 16.5, marks=FOR_GPUS),
-        pytest.param("stories.yaml 4xl4", 16.5, marks=FOR_GPUS),
         pytest.param("gpt2-finetune.yaml 1xa10g init_from=null", 16.5, marks=FOR_GPUS),
         pytest.param("gpt2-7b-gpu.yaml 32xh100", 25, marks=FOR_GPUS),
     ],

@@ -81,7 +81,7 @@ def test_notebook_trains(executed):
 
 @pytest.mark.slow
 def test_page_shows_what_the_cells_show(executed, smoke_folder):
-    """Line by line, whatever the digits, as `ci/render_readme.py --run` left it.
+    """The same lines, whatever their digits and order, as `ci/render_readme.py --run` left it.
 
     Of cells that show text, which differs from one machine or version of Python to another,
     only that they show something.
@@ -89,9 +89,8 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
     shown = json.loads(render_readme.OUTPUTS.read_text())["cells"]
     assert [cell.id for cell in executed] == list(shown)
     for cell in executed:
-        found = render_readme.text_of(cell, smoke_folder)
-        texts = shown[cell.id]["text"], found
-        page, ours = (re.sub(NUMBER, "0", text).splitlines() for text in texts)
+        texts = shown[cell.id]["text"], render_readme.text_of(cell, smoke_folder)
+        page, ours = ({*re.sub(NUMBER, "0", text).splitlines()} for text in texts)
         if cell.id in ("windows", "prepare", "generate", "plans"):
             assert bool(page) == bool(ours), cell.id
         else:

@@ -134,8 +134,7 @@ def test_one_accident_after_the_other(tutorial, reference, head):
 def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, reference):
     """A deleted one and an emptied record, which Ray refuses. Without a record, a run goes on.
 
-    So it does after a crash before Ray's record, from the newest checkpoint that is there; here
-    with one worker, so that losses differ by rounding.
+    As after a crash before Ray's record; with one worker, so that losses differ by rounding.
     """
     config = replace(reference, run_name="harmed", max_failures=0)
     shutil.copytree(reference.run_path, config.run_path)

@@ -30,9 +30,9 @@ def source_of(*functions: Callable) -> dict[str, str]:
             namespace = vars(sys.modules[each.__module__])
             for name in names & namespace.keys() - found.keys():
                 value = inspect.unwrap(namespace[name])
-                if name.isupper() and isinstance(value, int | float | str | tuple):
-                    found[name] = repr(value)
-                elif inspect.isfunction(value) or inspect.isclass(value):
+                if inspect.isfunction(value) or inspect.isclass(value):
                     if value.__module__ == each.__module__:
                         remaining.append(value)
+                elif name.isupper() and " at 0x" not in repr(value):  # an address
+                    found[name] = repr(value)
     return found
