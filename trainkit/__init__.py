@@ -32,7 +32,7 @@ def set_up_driver() -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
     by_jax = r"JAX distributed service|JAX detected|Initialized JAX|\[Gloo\] R|preemption_sync"
-    by_ray = "Requesting resources|Attempting to start|Reporting train|PreemptionWatcher"
+    by_ray = "Requesting resources|Attempting to start|Reporting t|PreemptionWatcher"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", f"{by_jax}|{by_ray}")
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
