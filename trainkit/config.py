@@ -67,7 +67,7 @@ class RecipeConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainingConfig(RecipeConfig):
-    """The recipe, and what changes the result by no more than rounding."""
+    """The recipe, and what can change without a new run."""
 
     attention: Literal["xla", "cudnn", "splash"] = "xla"  # cudnn: GPUs; splash: TPUs
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once

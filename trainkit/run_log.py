@@ -22,7 +22,7 @@ from trainkit.config import TrainingConfig
 class RunLog:
     """Takes the metrics of each step, and logs and shows them every `log_interval` steps.
 
-    To read a number makes the loop wait for the device. In between, the loop stays at most two
+    Reading a number makes the loop wait for the device. In between, the loop stays at most two
     steps ahead: enough for the device never to wait, and few enough for the bar to be right.
     In its block, a step of more than `stall_timeout_s` ends its worker, which prints where it
     hangs; Ray then starts all of them again.
@@ -64,7 +64,7 @@ class RunLog:
         """Take the scalars of a step, which the device may still be computing.
 
         Gives a line if it is time for one, or if a checkpoint follows (`saving`). `val_loss` is
-        infinite where nothing was evaluated, or Ray would rank it first. Raises
+        infinite where nothing was evaluated, else Ray would rank it first. Raises
         FloatingPointError if a number since the last line is infinite or NaN.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)

@@ -2,7 +2,7 @@
 
 The format is nanoGPT's: a number for each token, documents one after the other, and an
 end-of-text token after each. It is a uint16, or a uint32 in a vocabulary of more than 65,536.
-A *window* is `block_size + 1` tokens, of which the next one shares the last.
+A *window* is `block_size + 1` tokens, of which the next window shares the last.
 """
 
 import contextlib
