@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from samples import equations
 
 from trainkit import layers
@@ -36,11 +36,11 @@ def test_splash_attention_equals_the_plain_one():
 
 def test_a_kernel_gets_its_devices_windows_and_heads():
     """Of its replica, of which each has its own over data."""
-    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
     kernel = layers.on_each_device(lambda q, k, v: q)
     of_replicas = jax.vmap(lambda q: kernel(q, q, q), spmd_axis_name="data")
     with jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(of_replicas)(jnp.zeros((2, 4, 8, 6, 3)))
+        jaxpr = jax.make_jaxpr(of_replicas)(np.zeros((2, 4, 8, 6, 3)))
     (found,) = equations(jaxpr.jaxpr, "shard_map")
     part = PartitionSpec("data", "fsdp", None, "tensor")
     assert {*found["in_specs"], *found["out_specs"]} == {part}
