@@ -18,11 +18,11 @@ PROGRAM += """
 import sys, time
 folder = Path(sys.argv[1])
 
-def wait_and_fit(settings):
+def wait_and_fit():
     (folder / "started").touch()
     while not (folder / "over").exists():
         time.sleep(0.1)
-    return fit_line_per_worker(settings)
+    return fit_line_per_worker()
 
 trainer.train_loop_per_worker = wait_and_fit
 print(trainer.fit().return_value)
