@@ -15,8 +15,8 @@ from samples import python
 UV = "import os, sys; os.execvp('uv', ['uv', 'run', '--no-sync', '--offline', *sys.argv[1:]])"
 PROGRAM = "\n".join(cell.source for cell in code_cells()[:6])  # step 1, and once more
 PROGRAM += """
-import sys, time
-folder = Path(sys.argv[1])
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
 
 def wait_and_fit():
     (folder / "started").touch()
