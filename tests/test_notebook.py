@@ -81,20 +81,20 @@ def test_notebook_trains(executed):
 
 @pytest.mark.slow
 def test_page_shows_what_the_cells_show(executed, smoke_folder):
-    """The same lines, whatever their digits and order, as `ci/render_readme.py --run` left it.
+    """Line by line, whatever the digits, as `ci/render_readme.py --run` left it.
 
-    Of cells that show text, which differs from one machine or version of Python to another,
-    only that they show something.
+    Of cells whose text differs between machines, only that they show something.
     """
     shown = json.loads(render_readme.OUTPUTS.read_text())["cells"]
     assert [cell.id for cell in executed] == list(shown)
     for cell in executed:
         texts = shown[cell.id]["text"], render_readme.text_of(cell, smoke_folder)
-        page, ours = ({*re.sub(NUMBER, "0", text).splitlines()} for text in texts)
+        page, ours = (re.sub(NUMBER, "0", text).splitlines() for text in texts)
         if cell.id in ("windows", "prepare", "generate", "plans"):
             assert bool(page) == bool(ours), cell.id
-        else:
-            assert page == ours, cell.id
+        else:  # the kill's come in any order, the worker's own and what Ray says of them
+            same = cell.id == "drill" and {*page} == {*ours}
+            assert page == ours or same, cell.id
 
 
 @pytest.mark.extra
