@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 RULES = {
     ("qkv/kernel", "gate/kernel", "up/kernel"): P("fsdp", "tensor"),
-    ("out/kernel", "down/kernel", "head/kernel"): P("tensor", "fsdp"),
+    ("out/kernel", "down/kernel"): P("tensor", "fsdp"),
+    "head/kernel": P("fsdp"),  # tensor can't divide logits that targets are looked up in
     "embedding": P(("tensor", "fsdp")),
     "": P(),
 }

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.extend.core
 import numpy as np
 import tokenizers
 from conftest import ROOT, walk
@@ -26,16 +25,6 @@ def python(script: str | Path, *arguments, cwd=ROOT, **variables: str | None) ->
     done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout
-
-
-def equations(jaxpr, name: str) -> list[dict]:
-    """The parameters of the equations of that name, however deep they are."""
-    found = []
-    for equation in jaxpr.eqns:
-        found += [equation.params] if equation.primitive.name == name else []
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            found += equations(inner, name)
-    return found
 
 
 def windows_for(config, steps, seed=1) -> np.ndarray:

@@ -29,7 +29,7 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
         pytest.param("gpt2-124m.yaml 8xh200", 105, marks=FOR_GPUS),
         pytest.param("stories.yaml 4xa10g", 16.5, marks=FOR_GPUS),
         pytest.param("gpt2-finetune.yaml 1xa10g init_from=null", 16.5, marks=FOR_GPUS),
-        pytest.param("gpt2-7b-gpu.yaml 32xh100", 25, marks=FOR_GPUS),
+        pytest.param("gpt2-7b-gpu.yaml 32xh100", 35, marks=FOR_GPUS),
     ],
 )
 def test_each_configuration_fits_its_devices(run, room):

@@ -27,10 +27,12 @@ def test_a_micro_batch_has_every_kth_window(tutorial, small):
     """So that it is on all devices, and no window moves."""
     config = small(batch_size=6, device_batch_size=2)
     windows = np.arange(6.0)[:, None]
-    found = tutorial.mean_over_batch(
-        lambda model, windows, config: windows.max(), None, windows, config
-    )
-    assert found == (3 + 4 + 5) / 3
+
+    def largest(model, windows, config):
+        return windows.max()
+
+    mean = jax.jit(tutorial.mean_over_batch, static_argnums=(0, 3))
+    assert mean(largest, None, windows, config) == (3 + 4 + 5) / 3
 
 
 PROGRAM = """
