@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 RULES = {
     ("qkv/kernel", "gate/kernel", "up/kernel"): P("fsdp", "tensor"),
     ("out/kernel", "down/kernel"): P("tensor", "fsdp"),
-    "head/kernel": P("fsdp"),  # tensor can't divide logits that targets are looked up in
+    # XLA can't look up targets in logits that tensor divides, if data and fsdp do so, too.
+    "head/kernel": P("fsdp"),
     "embedding": P(("tensor", "fsdp")),
     "": P(),
 }
