@@ -41,11 +41,9 @@ def test_a_kernel_gets_its_devices_windows_and_heads():
         shapes.append(q.shape)
         return q
 
-    of_each_replica = jax.shard_map(
-        lambda q: layers.on_each_device(note)(q, q, q),
-        **{"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}},
-        check_vma=False,
-    )
+    over_data = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+    kernel = layers.on_each_device(note)
+    of_each_replica = jax.shard_map(lambda q: kernel(q, q, q), **over_data)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(of_each_replica, np.zeros((8, 16, 6, 3)))

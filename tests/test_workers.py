@@ -2,11 +2,13 @@
 
 import os
 import re
+from functools import partial
 
 import jax
 import pytest
 import ray
 import ray.train
+from accidents import as_worker
 from notebook_module import code_cells
 from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxConfig
@@ -113,13 +115,12 @@ def test_a_worker_notices_what_would_pass_in_silence(
     """Other tokens on its node, and workers that don't see one another."""
     config = write_bins(small(max_failures=0))
     trainer = tutorial.make_trainer(config)
-    write_bins(config, seed=1)
-    with pytest.raises(ray.train.TrainingFailedError, match="holds other tokens"):
-        trainer.fit()
-    trainer = tutorial.make_trainer(config)
     trainer.backend_config = JaxConfig()
     with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
         trainer.fit()
+    write_bins(config, seed=1)
+    with pytest.raises(ValueError, match="holds other tokens"):
+        as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
 
 
 def test_the_configuration_that_fits(monkeypatch):
