@@ -26,7 +26,7 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
             "gpt2-124m-tpu-v6e.yaml v6e:4x4 n_layer=1", 1.9, marks=pytest.mark.slow
         ),
         pytest.param("gpt2-124m.yaml 1xh200 batch_size=32", 14.4, marks=FOR_GPUS),
-        pytest.param("gpt2-124m.yaml 8xh200", 105, marks=FOR_GPUS),
+        pytest.param("gpt2-124m.yaml 8xh200 device_batch_size=15", 105, marks=FOR_GPUS),
         pytest.param("stories.yaml 4xa10g", 16.5, marks=FOR_GPUS),
         pytest.param("gpt2-finetune.yaml 1xa10g init_from=null", 16.5, marks=FOR_GPUS),
         pytest.param("gpt2-7b-gpu.yaml 32xh100", 35, marks=FOR_GPUS),

@@ -46,8 +46,8 @@ def test_a_kernel_gets_its_devices_windows_and_heads():
     of_each_replica = jax.shard_map(lambda q: kernel(q, q, q), **over_data)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.eval_shape(of_each_replica, np.zeros((8, 16, 6, 3)))
-    assert shapes == [(2, 16, 3, 3)]
+        y = jax.eval_shape(of_each_replica, np.zeros((8, 16, 6, 3)))
+    assert shapes == [(2, 16, 3, 3)] and y.shape == (8, 16, 6, 3)
 
 
 def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from samples import python
 
 UV = "import os, sys; os.execvp('uv', ['uv', 'run', '--no-sync', '--offline', *sys.argv[1:]])"
-PROGRAM = "\n".join(cell.source for cell in code_cells()[:6])  # step 1, and once more
+PROGRAM = "\n".join(cell.source for cell in code_cells()[:7])  # step 1, and once more
 PROGRAM += """
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
