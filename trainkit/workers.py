@@ -107,7 +107,7 @@ def start(settings: dict) -> TrainingConfig:
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     data = ray.data.DataContext.get_current()
     data.enable_progress_bars = False
-    data.target_max_block_size = 2**23  # bytes; in more, the first step waits for others
+    data.target_max_block_size = 2**23  # bytes; in more, step 1 waits for others
     # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.
     limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
     data.execution_options.resource_limits = limits
