@@ -105,7 +105,7 @@ def launch(notebook, config: TrainingConfig) -> tuple[str, TrainingConfig]:
 
 EDITS = [  # and whether another run starts
     ("jax.nn.gelu", "jax.nn.relu", True),  # in a class that a class uses
-    (".mean(axis=-1) / k", ".sum(axis=-1) / k", True),
+    (".mean(axis=0), mean_of", ".sum(axis=0), mean_of", True),
     ("split, step, rows", "split, 0, rows", True),
     ("peak / 10", "(peak  / 10)  # a comment", False),
     ("One optimizer step;", "Another text;", False),

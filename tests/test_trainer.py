@@ -257,7 +257,7 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
 
     fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.02)).fit
     with in_the_background(fit) as finish:
-        wait_for(uploading, pause=0.01, what="an upload")
+        wait_for(uploading, pause=0.1, what="an upload")
         kill(config, 1)
         log = log_of(config)
         result = finish()
