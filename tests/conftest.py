@@ -51,7 +51,12 @@ def start_ray(address: str = "local") -> None:
         if address == "local":
             options |= {"num_cpus": 4, "num_gpus": 2}
         environment = {"py_modules": [str(ROOT / "trainkit")]}
-        ray.init(address, runtime_env=environment, **options)
+        start = partial(ray.init, address, runtime_env=environment, **options)
+        try:
+            start()
+        except Exception:  # Ray gives its agent some 15 s to start, whatever is set
+            ray.shutdown()
+            start()
 
 
 def stop_ray() -> None:

@@ -115,9 +115,7 @@ EDITS = [  # and whether another run starts
 
 
 @pytest.mark.parametrize("old, new, counts", EDITS)
-def test_an_edited_cell_names_another_run(
-    tutorial, tmp_path, monkeypatch, old, new, counts
-):
+def test_an_edit_names_another_run(tutorial, tmp_path, monkeypatch, old, new, counts):
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # as it is afterwards
     first, config = launch(tutorial, TrainingConfig())
     assert re.fullmatch(r"mine-\w{6}", first)

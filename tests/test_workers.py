@@ -109,9 +109,7 @@ def test_what_the_cluster_lacks_is_said(
 
 
 @pytest.mark.slow
-def test_a_worker_notices_what_would_pass_in_silence(
-    tutorial, cluster, small, write_bins
-):
+def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
     """Other tokens on its node, and workers that don't see one another."""
     config = write_bins(small(max_failures=0))
     trainer = tutorial.make_trainer(config)
