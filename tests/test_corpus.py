@@ -57,8 +57,8 @@ def few() -> list[ray.data.Dataset]:
 
 
 def tokenized(made):
-    """Makes this of each of the few documents."""
-    return lambda: [part.map(lambda row: made) for part in few()]
+    """Makes this of each document."""
+    return lambda documents, config: documents.map(lambda row: made)
 
 
 def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
@@ -86,11 +86,12 @@ def test_builtin_text_byte_for_byte(gpt2, tutorial, cluster):
 
 def test_documents_keep_their_order(gpt2, cluster):
     def one(row: dict) -> dict:
-        time.sleep(0.2 if row["id"] < 10 else 0)  # the first of four blocks
-        return {"tokens": np.uint16(row["id"]).tobytes()}
+        time.sleep(0.2 if int(row["text"]) < 10 else 0)  # the first of four blocks
+        return {"tokens": np.uint16(row["text"]).tobytes()}
 
-    part = ray.data.range(40, override_num_blocks=4).map(one)
-    corpus.write(gpt2(), lambda: [part, part], few)
+    numbers = ray.data.range(40, override_num_blocks=4)
+    part = numbers.map(lambda row: {"text": str(row["id"])})
+    corpus.write(gpt2(), lambda: [part, part], lambda part, config: part.map(one))
     assert written(gpt2()) == [[*range(40)]] * 2
 
 
@@ -120,18 +121,18 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
 def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
     errors = (ray.exceptions.RayTaskError, KeyError, TypeError, ValueError)
     with pytest.raises(errors, match=words):
-        corpus.write(gpt2(), tokenized(made), few)
+        corpus.write(gpt2(), few, tokenized(made))
 
 
 def test_too_few_documents_or_windows(gpt2, cluster):
     """Tokens that a smaller batch can use stay."""
     nine = tokenized({"tokens": b"\1\0" * 9})
     with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
-        corpus.write(gpt2(), lambda: [nine()[0], nine()[1].limit(0)], few)
+        corpus.write(gpt2(), lambda: [few()[0], few()[1].limit(0)], nine)
     assert nothing_in(gpt2())
     with pytest.raises(ValueError, match="{'train': 17, 'val': 17} windows.* 18 of"):
-        corpus.write(gpt2(batch_size=18), nine, few)
-    assert corpus.write(gpt2(), None, few)["documents"] == {"train": 2, "val": 2}
+        corpus.write(gpt2(batch_size=18), few, nine)
+    assert corpus.write(gpt2(), few, nine)["documents"] == {"train": 2, "val": 2}
 
 
 def test_a_dataset_has_two_parts(gpt2, cluster):
@@ -162,9 +163,9 @@ def test_two_preparations_at_once(gpt2, prepare):
 def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepare):
     """With the lines that differ; a run with another seed uses the tokens."""
     manifest = prepare(gpt2(), few)
-    assert corpus.write(gpt2(seed=2), None, few, tutorial.tokenize) == manifest
+    assert corpus.write(gpt2(seed=2), few, tutorial.tokenize_all) == manifest
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
-        corpus.write(gpt2(), None, few, encode)  # in place of `tokenize`
+        corpus.write(gpt2(), few, encode)  # in place of `tokenize_all`
     lines = str(error.value).splitlines()
     assert "-    tokenizer = tokenizers.load(config.tokenizer)" in lines
     assert "+    encoding = tiktoken.get_encoding('gpt2')" in lines
@@ -174,7 +175,7 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepar
         ({"vocab_size": 65_537}, "dtype: uint16"),
     ):
         with pytest.raises(FileExistsError, match=f"\n-{line}\n"):
-            corpus.write(gpt2(**changes), None, few, tutorial.tokenize)
+            corpus.write(gpt2(**changes), few, tutorial.tokenize_all)
 
 
 def test_bare_files_are_taken(small, write_bins, tutorial, capsys):

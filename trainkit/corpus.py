@@ -32,6 +32,12 @@ def help_pages() -> list[str]:
     return [page for page in pages if page]
 
 
+def builtin() -> datasets.DatasetDict:
+    """The help pages, divided as OpenWebText, but with a tenth to validate with."""
+    pages = datasets.Dataset.from_dict({"text": help_pages()})
+    return pages.train_test_split(test_size=0.1, seed=2357)
+
+
 def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     """The two datasets that `dataset()` gives, of Ray or of Hugging Face's library.
 
@@ -65,27 +71,27 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     return parts
 
 
-def write(
-    config: TrainingConfig, tokenized: Callable[[], list[Dataset]], *functions: Callable
-) -> dict:
-    """Make `config.data_dir` of tokenized documents, in order; return its manifest.
+def write(config: TrainingConfig, dataset: Callable, tokenized: Callable) -> dict:
+    """Make `config.data_dir` of documents, in their order; return its manifest.
 
     Args:
-        tokenized: gives what to train on, and to validate with: rows of `tokens`, a
-            document's as the bytes of numbers of `config.token_dtype`. Called if needed.
-        functions: those that give the documents, and make tokens of them.
+        dataset: gives them, as `documents` takes it. It isn't called if they are made.
+        tokenized: of a dataset's `text`, and of `config`, gives a dataset of `tokens`: those
+            of a document, as the bytes of numbers of `config.token_dtype`.
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: one part has no documents, or as `token_files.check` says.
+        ValueError: as `documents` and `token_files.check`, or one part has no documents.
     """
-    if manifest := _existing(config, *functions):
+    if manifest := _existing(config, dataset, tokenized):
         return manifest
-    manifest = {"made_from": _describe(config, *functions)}
+    manifest = {"made_from": _describe(config, dataset, tokenized)}
+    parts = documents(config, dataset)
     try:
         with token_files.new_folder(config.data_dir) as folder:
-            for split, part in zip(token_files.SPLITS, tokenized()):
-                found = _append(folder / f"{split}.bin", part, config.token_dtype)
+            for split, part in zip(token_files.SPLITS, parts):
+                made = tokenized(part, config)
+                found = _append(folder / f"{split}.bin", made, config.token_dtype)
                 for key, value in found.items():
                     manifest.setdefault(key, {})[split] = value
             if not all(manifest["documents"].values()):
@@ -94,7 +100,7 @@ def write(
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
             raise  # or else another process was faster
-    return _existing(config, *functions)
+    return _existing(config, dataset, tokenized)
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
