@@ -18,8 +18,8 @@ os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 
 import common
 import numpy as np
-import ray
 
+from trainkit import workers
 from trainkit.config import TrainingConfig
 
 
@@ -28,12 +28,7 @@ def measure(folder: Path) -> float:
     tutorial = common.load_notebook()
     config = TrainingConfig(data_dir=str(folder))
     common.start_ray(num_cpus=common.CORES)
-    data = ray.data.DataContext.get_current()  # as in `workers.start`
-    data.enable_progress_bars = False
-    data.target_max_block_size = 2**23
-    limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
-    data.execution_options.resource_limits = limits
-
+    workers.limit_data()
     steps = range(10**6 // config.batch_size)
     rows = np.arange(config.batch_size)
     dataset = tutorial.make_token_dataset(config, "train", steps, rows)

@@ -2,9 +2,11 @@
 
 import os
 import re
+import time
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 import ray
 import ray.train
@@ -119,6 +121,18 @@ def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
     write_bins(config, seed=1)
     with pytest.raises(ValueError, match="holds other tokens"):
         as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
+
+
+def test_a_dataset_that_may_not_read_ahead_waits(cluster):
+    """Ray's own scheduler would take a core of the worker (docs/upstream.md)."""
+    trainkit.workers.limit_data()
+    rows = ray.data.range(10_000).map(lambda row: {"x": np.zeros(2**18, np.uint16)})
+    batches = iter(rows.iter_batches(batch_size=1))
+    next(batches)
+    time.sleep(3)  # to read ahead
+    used = time.process_time()
+    time.sleep(2)
+    assert time.process_time() - used < 1
 
 
 def test_the_configuration_that_fits(monkeypatch):

@@ -48,17 +48,12 @@ def generate(
     tokens = np.full((len(ids), lengths.max(initial=0) + max_new_tokens), end, np.int32)
     for row, prompt in zip(tokens, ids):
         row[: len(prompt)] = prompt
+    model = jax.device_put(model, device)
+    key, top_k = jax.random.key(np.uint32(seed)), min(top_k, config.vocab_size)
     # Attention divides its work over these axes, here among one device.
     with jax.set_mesh(Mesh([[[device]]], ("data", "fsdp", "tensor"))):
         found = _continue(
-            jax.device_put(model, device),
-            tokens,
-            lengths,
-            max_new_tokens,
-            temperature,
-            jax.random.key(np.uint32(seed)),
-            end,
-            top_k=min(top_k, config.vocab_size),
+            model, tokens, lengths, max_new_tokens, temperature, key, end, top_k
         )
     return [tokenizer.decode([t for t in row if t != end]) for row in found.tolist()]
 

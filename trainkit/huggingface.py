@@ -66,10 +66,8 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
         raise ValueError(f"init_from: lm_head in {path} isn't wte, as in GPT-2")
     # `_to_tensors` cuts and joins, so its transpose joins and cuts.
     shardings = jax.tree.map(lambda x: x.sharding, (model,))
-    to_model = jax.jit(
-        jax.linear_transpose(_to_tensors, model), out_shardings=shardings
-    )
-    return to_model(tensors)[0]
+    to_model = jax.linear_transpose(_to_tensors, model)
+    return jax.jit(to_model, out_shardings=shardings)(tensors)[0]
 
 
 def export(model: nnx.Module, folder: str | Path) -> Path:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 
 import jax
@@ -105,13 +106,29 @@ def start(settings: dict) -> TrainingConfig:
     # Connected now, workers may compile for longer than the 30 s that Gloo waits on CPUs.
     multihost_utils.sync_global_devices("start")
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
+    limit_data()
+    return config
+
+
+def limit_data() -> None:
+    """Let the datasets that this process makes read a little ahead, and then wait."""
+
+    class Pause:  # in here, or tasks, which get these settings, would import this module
+        """In each round of a dataset's scheduler, which takes a core: docs/upstream.md."""
+
+        def on_execution_step(self, *about: object) -> None:
+            time.sleep(0.01)
+
+        before_execution_starts = after_execution_succeeds = on_execution_step
+        after_execution_fails = on_execution_step
+
     data = ray.data.DataContext.get_current()
+    data.custom_execution_callback_classes = [Pause]
     data.enable_progress_bars = False
     data.target_max_block_size = 2**23  # bytes; in more, step 1 waits for others
     # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.
     limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
     data.execution_options.resource_limits = limits
-    return config
 
 
 def use_assigned_gpus() -> None:
