@@ -22,14 +22,9 @@ def gpt2(small):
 
 
 @pytest.fixture
-def prepare(tutorial, cluster, monkeypatch):
-    """`prepare_dataset`, with a function in place of the dataset's."""
-
-    def with_function(config, function):
-        monkeypatch.setitem(tutorial.DATASETS, config.dataset, function)
-        return tutorial.prepare_dataset(config)
-
-    return with_function
+def prepare(tutorial, cluster):
+    """`prepare_dataset`, with this function for the dataset."""
+    return partial(corpus.write, tokenized=tutorial.tokenize_all)
 
 
 def nothing_in(config) -> bool:
@@ -160,10 +155,10 @@ def test_two_preparations_at_once(gpt2, prepare):
     assert len([*Path(gpt2().data_dir).parent.glob("data*")]) == 1
 
 
-def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepare):
+def test_tokens_that_were_made_in_another_way_are_refused(gpt2, prepare):
     """With the lines that differ; a run with another seed uses the tokens."""
     manifest = prepare(gpt2(), few)
-    assert corpus.write(gpt2(seed=2), few, tutorial.tokenize_all) == manifest
+    assert prepare(gpt2(seed=2), few) == manifest
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
         corpus.write(gpt2(), few, encode)  # in place of `tokenize_all`
     lines = str(error.value).splitlines()
@@ -175,7 +170,7 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, tutorial, prepar
         ({"vocab_size": 65_537}, "dtype: uint16"),
     ):
         with pytest.raises(FileExistsError, match=f"\n-{line}\n"):
-            corpus.write(gpt2(**changes), few, tutorial.tokenize_all)
+            prepare(gpt2(**changes), few)
 
 
 def test_bare_files_are_taken(small, write_bins, tutorial, capsys):

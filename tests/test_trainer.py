@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import ray.train
 from accidents import (
+    as_worker,
     assert_equal_runs,
     in_the_background,
     kill,
@@ -65,8 +66,9 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
 
 @pytest.mark.slow
-def test_launches_of_a_run(tutorial, cluster, reference, tmp_path):
+def test_launches_of_a_run(tutorial, cluster, reference, tmp_path, monkeypatch):
     """A second one says who has the run. Saves between evaluations are never the best."""
+    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
     changes = {"run_name": "launches", "checkpoint_interval": 5, "max_failures": 0}
     changes |= {"max_steps": 24, "stall_timeout_s": 900.0}
     config, refused = replace(reference, **changes), tmp_path / "refused"
@@ -75,17 +77,12 @@ def test_launches_of_a_run(tutorial, cluster, reference, tmp_path):
         while not refused.exists():
             time.sleep(0.1)
 
-    def impatient(settings: dict) -> None:
-        checkpoints._PATIENCE = 1
-        tutorial.train_loop_per_worker(settings)
-
-    first = tutorial.make_trainer(
-        config, partial(tutorial.train_loop_per_worker, send=hold)
-    )
-    with in_the_background(first.fit) as result:
+    loop = partial(tutorial.train_loop_per_worker, send=hold)
+    trainer = tutorial.make_trainer(config, loop)
+    with in_the_background(trainer.fit) as result:
         wait_for(lambda: last_step(config), what="the first launch")
-        with pytest.raises(ray.train.WorkerGroupError, match="is in use by process"):
-            tutorial.make_trainer(config, impatient).fit()
+        with pytest.raises(RuntimeError, match="is in use by process"):
+            as_worker(partial(loop, trainer.train_loop_config))
         refused.touch()
         result()
     assert saved(config) == ["step_00000016", "step_00000024"]
