@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 RULES = {
-    ("qkv/kernel", "gate/kernel", "up/kernel"): P("fsdp", "tensor"),
-    ("out/kernel", "down/kernel"): P("tensor", "fsdp"),
+    ("qkv.kernel", "gate.kernel", "up.kernel"): P("fsdp", "tensor"),
+    ("out.kernel", "down.kernel"): P("tensor", "fsdp"),
     # XLA can't look up targets in logits that tensor divides, if data and fsdp do so, too.
-    "head/kernel": P("fsdp"),
+    "head.kernel": P("fsdp"),
     "embedding": P(("tensor", "fsdp")),
     "": P(),
 }

@@ -8,8 +8,8 @@ import pytest
 from samples import python
 
 PARTS = {  # parts of names, of which the first counts, and into how many each axis is cut
-    **{"embedding": (32, 1), "c_proj/kernel": (8, 4), "kernel": (4, 8)},
-    **{"c_proj/bias": (1,), "ln_": (1,), "bias": (8,), "count": (), "step": ()},
+    **{"embedding": (32, 1), "c_proj.kernel": (8, 4), "kernel": (4, 8)},
+    **{"c_proj.bias": (1,), "ln_": (1,), "bias": (8,), "count": (), "step": ()},
 }
 
 

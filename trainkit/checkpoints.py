@@ -99,7 +99,7 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
         values |= {"attention": "xla", "scan_layers": False}
         model = jax.eval_shape(partial(create_model, TrainingConfig(**values)))
         abstract = {
-            f"model/{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
+            f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
             for name, x in _named(model).items()
         }
         context = orbax.Context()
@@ -167,5 +167,5 @@ def _staging(config: TrainingConfig) -> Path:
 def _named(tree: tuple) -> dict:
     """As the notebook's `named`."""
     arrays = jax.tree.leaves_with_path(tree)
-    name = partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {name(path).removesuffix("/value"): x for path, x in arrays}
+    name = partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path).removesuffix(".value"): x for path, x in arrays}

@@ -32,7 +32,7 @@ def check_parameters(model: nnx.Module) -> nnx.Module:
         model, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
     for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         other = places.setdefault(id(x), name)
         if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
             raise ValueError(
