@@ -21,7 +21,7 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
 @pytest.mark.parametrize(
     "run, room",
     [
-        # 2 with heads of 64 as the last axis; benchmarks/README.md has all 12 layers.
+        # 1.97 with heads of 64 as the last axis; benchmarks/README.md has all 12 layers.
         pytest.param(
             "gpt2-124m-tpu-v6e.yaml v6e:4x4 n_layer=1", 1.9, marks=pytest.mark.slow
         ),
@@ -35,7 +35,9 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
 def test_each_configuration_fits_its_devices(run, room):
     """In the three quarters of a GPU's GiB that JAX takes at once, or less, as measured."""
     script = ROOT / "benchmarks/compile.py"
-    said = python(script, *run.split(), cwd=ROOT / "configs", XLA_FLAGS=None, **NO_LOGS)
+    # For TPUs, O0 compiles in a quarter of the time; the script sets GPUs' own level.
+    variables = NO_LOGS | {"XLA_FLAGS": None, "JAX_OPTIMIZATION_LEVEL": "O0"}
+    said = python(script, *run.split(), cwd=ROOT / "configs", **variables)
     report = json.loads(said.splitlines()[-1])
     assert report["attention_kernels"]
     assert report["state_gib"] + report["temporary_gib"] < room
