@@ -10,6 +10,8 @@ import numpy as np
 import tokenizers
 from conftest import ROOT, walk
 
+from trainkit import token_files
+
 END = "<|endoftext|>"
 
 
@@ -33,13 +35,15 @@ def windows_for(config, steps, seed=1) -> np.ndarray:
     return walk(config, shape, np.random.default_rng(seed))
 
 
-def run(tutorial, config, batches):
-    """The state after the steps on `batches`, and their losses."""
+def losses_alone(tutorial, config) -> list[float]:
+    """The losses of a run, computed by this process on one device."""
     state, losses = tutorial.create_state(config), []
-    for windows in batches:
+    for step in range(config.max_steps):
+        rows = np.arange(config.batch_size)
+        windows = token_files.read(config, "train", step, rows)
         state, metrics = tutorial.train_step(state, windows, config)
         losses.append(float(metrics["loss"]))
-    return state, losses
+    return losses
 
 
 def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Tokenizer:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from accidents import log_of, saved
-from samples import run
+from samples import losses_alone
 
 
 def add_host(cluster, host: int) -> None:
@@ -39,9 +39,6 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins):
     assert saved(config) == ["step_00000002"]
 
     # With about the losses of one process
-    alone = replace(config, fsdp=1)
-    mesh = tutorial.create_mesh(alone)
-    batches = tutorial.read_batches(alone, mesh, "train", range(2))
-    _, losses = run(tutorial, alone, batches)
+    expected = losses_alone(tutorial, replace(config, fsdp=1))
     found = [line["loss"] for line in log_of(config)]
-    np.testing.assert_allclose(found, losses, atol=1e-4)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
