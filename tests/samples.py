@@ -36,7 +36,7 @@ def windows_for(config, steps, seed=1) -> np.ndarray:
 
 
 def losses_alone(tutorial, config) -> list[float]:
-    """The losses of a run, computed by this process on one device."""
+    """The losses of a run, computed by this process, on the mesh that is set."""
     state, losses = tutorial.create_state(config), []
     for step in range(config.max_steps):
         rows = np.arange(config.batch_size)

@@ -102,7 +102,7 @@ def test_the_loss_scatters_nothing_and_has_one_parts_logits(tutorial):
 @pytest.mark.parametrize(
     "own, message",
     [
-        (lambda model: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), "own.rngs.count is Rng"),
+        (lambda model: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), r"own\.rngs\.count is Rng"),
         (lambda model: jnp.ones(3), "own is .*Array.* of float32"),
         (lambda model: model.embedding, "own is Param .* also embedding"),
         (lambda model: nnx.Param(jnp.ones(3, "bfloat16")), "own is .* bfloat16"),

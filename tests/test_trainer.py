@@ -66,8 +66,8 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
 
 @pytest.mark.slow
-def test_launches_of_a_run(tutorial, cluster, reference, tmp_path, monkeypatch):
-    """A second one says who has the run. Saves between evaluations are never the best."""
+def test_a_run_is_in_use(tutorial, cluster, reference, tmp_path, monkeypatch):
+    """A second launch's worker says so. Saves between evaluations are never the best."""
     monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
     changes = {"run_name": "launches", "checkpoint_interval": 5, "max_failures": 0}
     changes |= {"max_steps": 24, "stall_timeout_s": 900.0}
@@ -77,8 +77,8 @@ def test_launches_of_a_run(tutorial, cluster, reference, tmp_path, monkeypatch):
         while not refused.exists():
             time.sleep(0.1)
 
-    loop = partial(tutorial.train_loop_per_worker, send=hold)
-    trainer = tutorial.make_trainer(config, loop)
+    loop = tutorial.train_loop_per_worker
+    trainer = tutorial.make_trainer(config, partial(loop, send=hold))
     with in_the_background(trainer.fit) as result:
         wait_for(lambda: last_step(config), what="the first launch")
         with pytest.raises(RuntimeError, match="is in use by process"):

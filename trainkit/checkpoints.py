@@ -165,7 +165,7 @@ def _staging(config: TrainingConfig) -> Path:
 
 
 def _named(tree: tuple) -> dict:
-    """As the notebook's `named`."""
+    """As the notebook's `named`. Slashes would make folders, of which each is a request."""
     arrays = jax.tree.leaves_with_path(tree)
     name = partial(jax.tree_util.keystr, simple=True, separator=".")
     return {name(path).removesuffix(".value"): x for path, x in arrays}

@@ -33,7 +33,7 @@ def help_pages() -> list[str]:
 
 
 def builtin() -> datasets.DatasetDict:
-    """The help pages, divided as OpenWebText, but with a tenth to validate with."""
+    """Python's help pages: nine tenths to train on, and one to validate with."""
     pages = datasets.Dataset.from_dict({"text": help_pages()})
     return pages.train_test_split(test_size=0.1, seed=2357)
 
@@ -71,26 +71,26 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     return parts
 
 
-def write(config: TrainingConfig, dataset: Callable, tokenized: Callable) -> dict:
+def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict:
     """Make `config.data_dir` of documents, in their order; return its manifest.
 
     Args:
-        dataset: gives them, as `documents` takes it. It isn't called if they are made.
-        tokenized: of a dataset's `text`, and of `config`, gives a dataset of `tokens`: those
-            of a document, as the bytes of numbers of `config.token_dtype`.
+        dataset: as for `documents`. It isn't called if `data_dir` has its tokens.
+        tokenize: `tokenize(documents, config)` gives a dataset with a column `tokens`, a
+            document's as the bytes of numbers of `config.token_dtype`.
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
         ValueError: as `documents` and `token_files.check`, or one part has no documents.
     """
-    if manifest := _existing(config, dataset, tokenized):
+    if manifest := _existing(config, dataset, tokenize):
         return manifest
-    manifest = {"made_from": _describe(config, dataset, tokenized)}
+    manifest = {"made_from": _describe(config, dataset, tokenize)}
     parts = documents(config, dataset)
     try:
         with token_files.new_folder(config.data_dir) as folder:
             for split, part in zip(token_files.SPLITS, parts):
-                made = tokenized(part, config)
+                made = tokenize(part, config)
                 found = _append(folder / f"{split}.bin", made, config.token_dtype)
                 for key, value in found.items():
                     manifest.setdefault(key, {})[split] = value
@@ -100,7 +100,7 @@ def write(config: TrainingConfig, dataset: Callable, tokenized: Callable) -> dic
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
             raise  # or else another process was faster
-    return _existing(config, dataset, tokenized)
+    return _existing(config, dataset, tokenize)
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:

@@ -114,7 +114,7 @@ def limit_data() -> None:
     """Let the datasets that this process makes read a little ahead, and then wait."""
 
     class Pause:  # in here, or tasks, which get these settings, would import this module
-        """In each round of a dataset's scheduler, which takes a core: docs/upstream.md."""
+        """Sleeps in each step of a scheduler that would take a core (docs/upstream.md)."""
 
         def on_execution_step(self, *about: object) -> None:
             time.sleep(0.01)
