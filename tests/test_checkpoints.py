@@ -43,8 +43,11 @@ def play(tutorial, cluster, reports):
     def run(config, send=None):
         reports.clear()
         settings = {"config": asdict(config), "tokens": None}
-        as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
-        reports[-1][1]["checkpoint_upload_fn"](None, "")  # waits until it is whole
+        try:
+            as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
+        finally:  # wait for the last save, which a worker's end would end
+            for _, how in reports[-1:]:
+                how["checkpoint_upload_fn"](None, "")
         return [(how["checkpoint_dir_name"], metrics) for metrics, how in reports]
 
     return run

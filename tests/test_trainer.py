@@ -1,8 +1,4 @@
-"""Real JaxTrainer runs of two workers, and every way to die: the run ends undisturbed.
-
-Processes, signals, and nodes are real ones; a local Ray cluster plays the nodes, and a server
-on this machine the object store.
-"""
+"""Real JaxTrainer runs of two workers, and every way to die: the run ends undisturbed."""
 
 import contextlib
 import shutil
