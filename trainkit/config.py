@@ -44,7 +44,7 @@ _STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
-    dataset: str = "openwebtext"  # the name of a function in the notebook's step 2
+    dataset: str = "openwebtext"  # a name in DATASETS, in the notebook's step 2
     tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
