@@ -25,6 +25,7 @@ import datasets
 import numpy as np
 import tiktoken
 
+from trainkit import corpus
 from trainkit.config import TrainingConfig
 
 ROUNDS = 3
@@ -69,10 +70,9 @@ def nanogpt(parts: list[datasets.Dataset], folder: Path) -> None:
 def ours(parts: list[datasets.Dataset], folder: Path) -> None:
     """Write the tokens of documents as the notebook does."""
     tutorial = common.load_notebook()
-    tutorial.DATASETS["pages"] = lambda: parts
     few = {"batch_size": 1, "eval_steps": 1, "block_size": 64}
     config = TrainingConfig(dataset="pages", data_dir=str(folder), **few)
-    tutorial.prepare_dataset(config)
+    corpus.write(config, lambda: parts, tutorial.tokenize_all)
 
 
 def measure(way: str, root: Path) -> dict:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import math
 import os
 import shutil
 from dataclasses import asdict, replace
@@ -22,8 +21,8 @@ from trainkit import checkpoints
 def config(small, write_bins):
     """Intervals that don't divide one another, nor the number of steps."""
     config = small(
-        **{"n_layer": 1, "device_batch_size": 2, "checkpoint_interval": 5},
-        **{"max_steps": 11, "log_interval": 3, "eval_interval": 4, "eval_steps": 3},
+        **{"n_layer": 1, "device_batch_size": 2, "max_steps": 11},
+        **{"log_interval": 3, "eval_interval": 4, "eval_steps": 3},
     )
     return write_bins(config)
 
@@ -67,13 +66,12 @@ def restore(tutorial, config, reports):
 
 def test_what_is_logged_saved_and_reported(play, config):
     """Also of a run that goes on, from its newest whole checkpoint."""
-    reports, steps = play(config), [4, 5, 8, 10, 11]  # the last one, too
+    reports, steps = play(config), [4, 8, 11]  # the last one, too
     assert saved(config) == [f"step_{step:08d}" for step in steps]
     log = {line["step"]: line for line in log_of(config)}
-    assert [*log] == [3, 4, 5, 6, 8, 9, 10, 11]
-    assert [step for step, line in log.items() if "val_loss" in line] == [4, 8, 11]
-    lines = [{"val_loss": math.inf} | log[step] for step in steps]
-    assert reports == list(zip(saved(config), lines))
+    assert [*log] == [3, 4, 6, 8, 9, 11]
+    assert [step for step, line in log.items() if "val_loss" in line] == steps
+    assert reports == [*zip(saved(config), map(log.get, steps), strict=True)]
 
     (config.run_path / "step_00000012.orbax-checkpoint-tmp").mkdir()
     reports = play(replace(config, max_steps=14))
@@ -91,16 +89,15 @@ def test_a_notice_that_a_machine_goes_away_saves_once(play, config, monkeypatch)
     """It is asked for every ten steps, until there is one."""
     notices = iter([None, "soon"])
     monkeypatch.setattr(ray.train, "get_preemption_info", notices.__next__)
-    calm = {"max_steps": 31, "eval_interval": 31, "checkpoint_interval": 100}
-    reports = play(replace(config, **calm))
+    reports = play(replace(config, max_steps=31, eval_interval=31))
     assert [name for name, _ in reports] == ["step_00000020", "step_00000031"]
-    assert [metrics["val_loss"] < math.inf for _, metrics in reports] == [False, True]
+    assert all("val_loss" in metrics for _, metrics in reports)
 
 
 @pytest.mark.parametrize("turn", range(3))
 def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, turn):
     """Wherever it cuts a checkpoint off; once there is room, the run goes on."""
-    config = replace(config, max_steps=8)
+    config = replace(config, max_steps=9)
     harmed = replace(config, storage_path=str(tmp_path / "disk"))
     play(config)
     names = saved(config)
@@ -161,7 +158,7 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
         shutil.rmtree(newest)
         newest.mkdir()  # and nothing in it
     newest.rmdir()
-    assert restore().step == 10
+    assert restore().step == 8
 
 
 def test_a_bucket_whose_record_is_lost(play, config, restore):

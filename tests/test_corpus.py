@@ -23,7 +23,7 @@ def gpt2(small):
 
 @pytest.fixture
 def prepare(tutorial, cluster):
-    """`prepare_dataset`, which takes the dataset's function as an argument."""
+    """`corpus.write` with the notebook's `tokenize_all`."""
     return partial(corpus.write, tokenize=tutorial.tokenize_all)
 
 
@@ -71,8 +71,8 @@ def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     assert read.materialize().num_blocks() == 3
 
 
-def test_builtin_text_byte_for_byte(gpt2, tutorial, cluster):
-    manifest = tutorial.prepare_dataset(gpt2(dataset="builtin"))
+def test_builtin_text_byte_for_byte(gpt2, prepare):
+    manifest = prepare(gpt2(dataset="builtin"), corpus.builtin)
     pages = datasets.Dataset.from_dict({"text": corpus.help_pages()})
     parts = pages.train_test_split(test_size=0.1, seed=2357, shuffle=True).values()
     assert written(gpt2()) == [encode(part["text"]) for part in parts]
@@ -175,10 +175,10 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, prepare, monkeyp
             prepare(gpt2(**changes), few)
 
 
-def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
+def test_bare_files_are_taken(small, write_bins, prepare, capsys):
     config = write_bins(small())
-    assert tutorial.prepare_dataset(config)["tokens"] == {"train": 2_001, "val": 401}
+    assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
     assert "no manifest: taken for tokens of gpt2" in capsys.readouterr().out
     token_files.path_of(config, "val").unlink()
     with pytest.raises(FileExistsError, match="not both train.bin and val.bin"):
-        tutorial.prepare_dataset(config)
+        prepare(config, few)

@@ -58,7 +58,7 @@ def test_ids_are_the_library_s(tmp_path, monkeypatch):
     assert ours.load(str(path)).n_vocab == 290
 
 
-def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path, monkeypatch):
+def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path):
     """The last of which ends a text, which only the settings beside the file say."""
     path = tmp_path / "tokenizer.json"
     theirs = byte_pairs(path, TEXTS)
@@ -71,8 +71,7 @@ def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path, monkeypatch):
     assert found.eot_token == 66_299 not in found.encode_ordinary("words <65999>")
     few = {"batch_size": 1, "block_size": 4, "eval_steps": 1, "dataset": "few"}
     config = small(tokenizer=str(tmp_path), vocab_size=66_300, **few)
-    monkeypatch.setitem(tutorial.DATASETS, "few", documents)
-    tutorial.prepare_dataset(config)
+    corpus.write(config, documents, tutorial.tokenize_all)
     ids = [[*found.encode_ordinary(text), 66_299] for text in TEXTS]
     assert np.fromfile(f"{config.data_dir}/val.bin", "uint32").tolist() == sum(ids, [])
 

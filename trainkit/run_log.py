@@ -63,8 +63,7 @@ class RunLog:
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
 
-        Gives a line if it is time for one, or if a checkpoint follows (`saving`). `val_loss` is
-        infinite where nothing was evaluated, else Ray would rank it first. Raises
+        Gives a line if it is time for one, or if a checkpoint follows (`saving`). Raises
         FloatingPointError if a number since the last line is infinite or NaN.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
@@ -98,7 +97,7 @@ class RunLog:
                     self._send(dict(line))
             except Exception as error:
                 print(f"send failed at step {step}; the run continues: {error!r}")
-        return {"val_loss": math.inf, **line}
+        return line
 
     def _write(self) -> None:
         """Write all lines or none: the disk may be full, and objects in stores can't grow."""

@@ -55,9 +55,7 @@ def open_tokens(config: TrainingConfig, split: str) -> np.ndarray:
     """
     path = path_of(config, split)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} isn't there: run the cell with prepare_dataset(config)"
-        )
+        raise FileNotFoundError(f"{path} isn't there: run the cell with corpus.write")
     size, each = path.stat().st_size, np.dtype(config.token_dtype).itemsize
     if size % each:
         raise ValueError(f"{path} has {size} bytes; expected {each} for each token")
