@@ -61,65 +61,59 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert np.mean(found) == pytest.approx(losses[best[0]], abs=1e-5)
 
 
-@pytest.mark.slow
-def test_a_run_is_in_use(tutorial, cluster, reference, tmp_path, monkeypatch):
-    """A second launch's worker says so."""
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
-    changes = {"run_name": "launches", "max_steps": 24, "max_failures": 0}
-    changes |= {"stall_timeout_s": 900.0}
-    config, refused = replace(reference, **changes), tmp_path / "refused"
-
-    def hold(line: dict) -> None:
-        while not refused.exists():
-            time.sleep(0.1)
-
-    loop = tutorial.train_loop_per_worker
-    trainer = tutorial.make_trainer(config, partial(loop, send=hold))
-    with in_the_background(trainer.fit) as result:
-        wait_for(lambda: last_step(config), what="the first launch")
-        with pytest.raises(RuntimeError, match="is in use by process"):
-            as_worker(partial(loop, trainer.train_loop_config))
-        refused.touch()
-        result()
-    assert saved(config) == ["step_00000016", "step_00000024"]
-    assert_equal_runs(config, reference)
-
-
 DRIVER = """
 import sys, time
 from functools import partial
+from pathlib import Path
 sys.path[:0] = ["tests", "ci"]
 from conftest import TrainingConfig, load_notebook, start_ray
 start_ray("{}")
 tutorial = load_notebook()
 tutorial.SCALING["cpu"].resources_per_worker["CPU"] = 2  # a node for each worker
-loop = partial(tutorial.train_loop_per_worker, send=lambda _: time.sleep(0.3))
+
+def send(line):
+    while not Path({!r}).exists():
+        time.sleep(0.1)
+    time.sleep(0.3)
+
+loop = partial(tutorial.train_loop_per_worker, send=send)
 tutorial.make_trainer(TrainingConfig(**{}), loop).fit()
 """
 
 
 @pytest.mark.slow
-def test_one_accident_after_the_other(tutorial, reference, head):
-    """A node goes away while a checkpoint is written, and another one comes in its place.
+def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monkeypatch):
+    """A second launch is refused, for the run is in use.
 
-    Then the driver dies, while a checkpoint is written. The next launch goes on.
+    A node goes away while a checkpoint is written, and another one comes in its place. Then
+    the driver dies, while a checkpoint is written. The next launch goes on.
     """
+    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
     head.add_node(num_cpus=3)  # room for one worker and its data tasks, as on the head
     head.wait_for_nodes()
     config = replace(reference, run_name="accidents")
-    driver = DRIVER.format(head.address, asdict(config))
+    refused = tmp_path / "refused"
+    driver = DRIVER.format(head.address, str(refused), asdict(config))
+    trainer = tutorial.make_trainer(config)
+    second = partial(trainer.train_loop_per_worker, trainer.train_loop_config)
 
     def writing(count: int) -> bool:
         return any(config.run_path.glob("*tmp*")) and len(saved(config)) >= count
 
     with subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT) as process:
-        wait_for(lambda: writing(1), pause=0.01, what="a checkpoint being written")
-        lose(head, *head.worker_nodes)
-        head.add_node(num_cpus=3)
-        wait_for(lambda: writing(2), pause=0.01, what="another one")
-        process.kill()
+        try:
+            wait_for(lambda: last_step(config), what="the first launch")
+            with pytest.raises(RuntimeError, match="is in use by process"):
+                as_worker(second)
+            refused.touch()
+            wait_for(lambda: writing(1), pause=0.01, what="a checkpoint being written")
+            lose(head, *head.worker_nodes)
+            head.add_node(num_cpus=3)
+            wait_for(lambda: writing(2), pause=0.01, what="another one")
+        finally:
+            process.kill()
     assert last_step(config) < config.max_steps
-    assert tutorial.make_trainer(config).fit().metrics["step"] == config.max_steps
+    assert trainer.fit().metrics["step"] == config.max_steps
     assert_equal_runs(config, reference)
 
 
