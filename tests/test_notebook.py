@@ -20,7 +20,7 @@ NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
 
 def run_notebook(folder: Path, *more_cells) -> list:
-    """The code cells after `pytest --nbmake`, as CI runs it, with 80 steps, in `folder`."""
+    """The code cells after `pytest --nbmake`, as CI runs it, with 60 steps, in `folder`."""
     stop_ray()  # the processor is for the notebook's cluster
     folder.mkdir()
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
@@ -29,8 +29,8 @@ def run_notebook(folder: Path, *more_cells) -> list:
     for name in ("configs", "trainkit"):
         shutil.copytree(ROOT / name, folder / name)
     smoke = folder / "configs/smoke.yaml"
-    text = re.sub("max_steps: .*", "max_steps: 80", smoke.read_text())
-    smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 40", text))
+    text = re.sub("max_steps: .*", "max_steps: 60", smoke.read_text())
+    smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 30", text))
     command = "--nbmake --overwrite --nbmake-timeout=900 README.ipynb".split()
     environment = {"GPT2_CONFIG": "configs/smoke.yaml"}
     for name in ("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "XLA_FLAGS"):
@@ -76,7 +76,7 @@ def test_notebook_trains(executed):
     # No line twice in what a reader sees, and a bar that says how far the run is
     steps = re.findall(r"step \d+ \| tokens \S+", text)
     assert len(steps) == len(set(steps)) == 4
-    assert re.search(r"smoke-\w+: +\d+%\|.*/80", text)
+    assert re.search(r"smoke-\w+: +\d+%\|.*/60", text)
 
 
 @pytest.mark.slow

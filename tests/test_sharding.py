@@ -67,8 +67,8 @@ def run(data, fsdp, tensor, k=1, jit=False, **changes):
         "steps": found, "collectives": collectives(program.as_text()),
         "devices": mesh.device_ids.ravel().tolist()}
 
-meshes = (1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2)
-same = {f"{mesh} {k}": run(*mesh, k)[1] for mesh in meshes for k in (1, 3)}
+runs = (1, 1, 1, 1), (1, 1, 1, 3), (4, 1, 1, 1), (4, 1, 1, 3), (1, 4, 1, 3), (2, 2, 2, 3)
+same = {f"{(*mesh,)} {k}": run(*mesh, k)[1] for *mesh, k in runs}
 _, same["scanned"] = run(2, 2, 1, 3, scan_layers=True)
 _, half = run(4, 1, 1, 3, compute_dtype="bfloat16")
 others = []
