@@ -175,8 +175,9 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, prepare, monkeyp
             prepare(gpt2(**changes), few)
 
 
-def test_bare_files_are_taken(small, write_bins, prepare, capsys):
+def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
     config = write_bins(small())
+    prepare = partial(corpus.write, tokenize=tutorial.tokenize_all)
     assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
     assert "no manifest: taken for tokens of gpt2" in capsys.readouterr().out
     token_files.path_of(config, "val").unlink()

@@ -103,9 +103,12 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
     with subprocess.Popen([sys.executable, "-c", driver], cwd=ROOT) as process:
         try:
             wait_for(lambda: last_step(config), what="the first launch")
-            with pytest.raises(RuntimeError, match="is in use by process"):
+            holder = (config.run_path / "locked-by.txt").read_text()
+            with pytest.raises(RuntimeError, match=f"is in use by {holder}"):
                 as_worker(second)
             refused.touch()
+            wait_for(lambda: last_step(config) > 1, what="that it goes on")
+            assert (config.run_path / "locked-by.txt").read_text() == holder
             wait_for(lambda: writing(1), pause=0.01, what="a checkpoint being written")
             lose(head, *head.worker_nodes)
             head.add_node(num_cpus=3)
