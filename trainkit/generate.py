@@ -41,8 +41,8 @@ def generate(
     room = config.block_size - max_new_tokens
     if ids and not 1 <= lengths.min() <= lengths.max() <= room:
         raise ValueError(
-            f"prompts have {lengths} tokens: expected 1 to {room}, which block_size "
-            f"({config.block_size}) leaves beside max_new_tokens ({max_new_tokens})"
+            f"prompts have {lengths} tokens: expected 1 or more, and at most block_size "
+            f"({config.block_size}) together with max_new_tokens ({max_new_tokens})"
         )
     end = tokenizer.eot_token
     tokens = np.full((len(ids), lengths.max(initial=0) + max_new_tokens), end, np.int32)
