@@ -24,8 +24,8 @@ class RunLog:
 
     Reading a number makes the loop wait for the device. In between, the loop stays at most two
     steps ahead: enough for the device never to wait, and few enough for the bar to be right.
-    In its block, a step of more than `stall_timeout_s` ends its worker, which prints where it
-    hangs; Ray then starts all of them again.
+    In its block, a step of more than `stall_timeout_s`, or what comes before the first one,
+    ends its worker, which prints where it hangs; Ray then starts all of them again.
     """
 
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None = None):
