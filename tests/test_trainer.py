@@ -1,7 +1,6 @@
 """Real JaxTrainer runs of two workers, and every way to die: the run ends undisturbed."""
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +85,8 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
     """A second launch is refused, for the run is in use.
 
     A node goes away while a checkpoint is written, and another one comes in its place. Then
-    the driver dies, while a checkpoint is written. The next launch goes on.
+    the driver dies, while a checkpoint is written. A checkpoint is deleted, and then Ray's
+    record emptied, as a full disk does: Ray refuses both. Without a record, the run goes on.
     """
     monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
     head.add_node(num_cpus=3)  # room for one worker and its data tasks, as on the head
@@ -116,22 +116,10 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
         finally:
             process.kill()
     assert last_step(config) < config.max_steps
-    assert trainer.fit().metrics["step"] == config.max_steps
-    assert_equal_runs(config, reference)
-
-
-@pytest.mark.slow
-def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, reference):
-    """A deleted one and an emptied record, which Ray refuses. Without a record, a run goes on.
-
-    As after a crash before Ray's record; with one worker, so that losses differ by rounding.
-    """
-    config = replace(reference, run_name="harmed", max_failures=0)
-    shutil.copytree(reference.run_path, config.run_path)
-    newest = config.run_path / saved(config)[-1]
     record = config.run_path / RECORD
+    newest = max(name for name in saved(config) if name in record.read_text())
     harms = {
-        "does not exist anymore": newest.rmtree,
+        "does not exist anymore": (config.run_path / newest).rmtree,
         "Expecting value": lambda: record.write_text(""),
     }
     for words, harm in harms.items():
@@ -139,13 +127,8 @@ def test_what_a_person_or_a_full_disk_did_to_checkpoints(tutorial, cluster, refe
         with pytest.raises(Exception, match=words):
             tutorial.make_trainer(config).fit()
     record.unlink()
-    whole, trainer = saved(config), tutorial.make_trainer(config)
-    trainer.scaling_config = replace(trainer.scaling_config, num_workers=1)
-    assert trainer.fit().checkpoint.path == str(newest)
-    assert saved(config) == [*whole, newest.name]  # Ray prunes what it knows
-    assert log_of(config)[:8] == log_of(reference)[:8]  # not again
-    losses, expected = ([x["loss"] for x in log_of(c)] for c in (config, reference))
-    np.testing.assert_allclose(losses, expected, atol=1e-4)
+    assert tutorial.make_trainer(config).fit().metrics["step"] == config.max_steps
+    assert_equal_runs(config, reference)
 
 
 KILLS = [[signal.SIGKILL]] * 3 + [[signal.SIGTERM, signal.SIGKILL]] * 2
@@ -230,9 +213,12 @@ def bucket(monkeypatch):
 
 @pytest.mark.slow
 def test_object_store(tutorial, reference, bucket, monkeypatch):
-    """A kill during an upload; the log has each step once, though an object can't grow."""
+    """A kill during an upload ends a launch. The next one goes on from Ray's record there.
+
+    The log has each step once, though an object can't grow.
+    """
     changes = {"run_name": "killed", "max_steps": 24, "storage_path": bucket}
-    config = replace(reference, **changes)
+    config = replace(reference, **changes, max_failures=0)
     monkeypatch.setattr(tutorial, "save", checkpoints.save)
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
     staged = Path(tempfile.gettempdir())
@@ -241,12 +227,14 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
         staging = any(staged.glob("killed-*/1/step_*_*"))
         return staging and (config.run_path / RECORD).exists()
 
-    fit = tutorial.make_trainer(config, train_loop_of(tutorial, 0.02)).fit
-    with in_the_background(fit) as finish:
+    loop = train_loop_of(tutorial, 0.02)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
         wait_for(uploading, pause=0.1, what="an upload")
         kill(config, 1)
-        log = log_of(config)
-        result = finish()
+        with pytest.raises(ray.train.TrainingFailedError):
+            finish()
+    log = log_of(config)
+    result = tutorial.make_trainer(config, loop).fit()
     assert len(starts_of(config)) == 2
     assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
     assert_equal_runs(config, reference)
@@ -258,12 +246,6 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
     assert model.config == config
-
-    # A finished run goes on, from Ray's record in the bucket.
-    log, trainer = log_of(config), tutorial.make_trainer(replace(config, max_steps=25))
-    trainer.scaling_config = replace(trainer.scaling_config, num_workers=1)
-    assert trainer.fit().metrics["step"] == 25
-    assert log_of(config)[:24] == log and len(log_of(config)) == 25
 
 
 @pytest.mark.extra
