@@ -116,6 +116,7 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
     context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_ocdbt = False  # whose files have one name on all workers
     context.array.saving.use_replica_parallel = False
+    context.array.saving.use_zarr3 = False  # whose arrays are more files
     # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
     name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"
     folder = _staging(config) / name
