@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -161,19 +160,18 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
     assert restore().step == 8
 
 
-def test_a_bucket_whose_record_is_lost(play, config, restore):
-    """No run starts over there in silence; it can begin with a checkpoint that you name."""
+def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
+    """Those with the files of all workers, whatever Ray has on record."""
     play(replace(config, max_steps=5))
-    first, second = (
-        (config.run_path / name).rename(config.run_path / f"{name}_a")
-        for name in saved(config)
-    )
-    with pytest.raises(RuntimeError, match=f"{second.name}, and Ray .* restore_from="):
-        restore(checkpoints.restore)
-    begin = partial(checkpoints.restore, restore_from=str(first))
-    assert restore(begin, seed=1).step == 4
-    second.rmtree()
-    assert restore(checkpoints.restore) is None  # the first may have been cut off
+    for name, workers in zip(saved(config), (1, 2)):
+        packed = config.run_path / f"{name}_{workers}_a"
+        shutil.make_archive(f"{packed}/0", "tar", config.run_path / name)
+        shutil.rmtree(config.run_path / name)
+    assert restore(checkpoints.restore).step == 4
+    with pytest.raises(ValueError, match="seed was"):
+        restore(checkpoints.restore, seed=1)
+    (config.run_path / "step_00000004_1_a/0.tar").unlink()
+    assert restore(checkpoints.restore) is None
 
 
 def test_one_launch_at_a_time(config, monkeypatch, capfd):

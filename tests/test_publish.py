@@ -67,8 +67,8 @@ def test_registrys_test_runs_some_of_ours(registry):
     script = (registry / f"tests/{publish.NAME}/tests.sh").read_text()
     (options,) = re.findall(r"^python (-m pytest.*)", script, re.M)
     command = f"cd {registry / publish.FOLDER} && {sys.executable} {options}"
-    # These take longest, and run where they come from.
+    # test_gradients takes longest, and runs here anyway.
     without = {"PYTEST_ADDOPTS": "--deselect=tests/test_device.py::test_gradients"}
-    options = {"capture_output": True, "text": True, "env": os.environ | without}
-    done = subprocess.run(["bash", "-c", command], **options)
+    how = {"capture_output": True, "text": True, "env": os.environ | without}
+    done = subprocess.run(["bash", "-c", command], **how)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import boto3
+import jax
 import numpy as np
 import pytest
 import ray.train
@@ -51,13 +52,22 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert result.metrics["val_loss"] == pytest.approx(losses[last])
     assert result.checkpoint.path == str(config.run_path / saved(config)[-1])
 
+    mesh = jax.sharding.get_mesh()
+
+    def evaluate(model) -> float:
+        batches = tutorial.read_batches(config, mesh, "val", range(config.eval_steps))
+        return np.mean([tutorial.eval_step(model, x, config) for x in batches])
+
     # The model in the best is the one that was evaluated.
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
-    mesh = tutorial.create_mesh(config)
-    batches = tutorial.read_batches(config, mesh, "val", range(config.eval_steps))
-    found = [tutorial.eval_step(model, windows, config) for windows in batches]
-    assert np.mean(found) == pytest.approx(losses[best[0]], abs=1e-5)
+    assert evaluate(model) == pytest.approx(losses[best[0]], abs=1e-5)
+
+    # One worker goes on with what two saved.
+    abstract = tutorial.abstract_state(config, mesh)
+    state = as_worker(partial(tutorial.restore, config, abstract))
+    assert state.step == last
+    assert evaluate(state.model) == pytest.approx(losses[last], abs=1e-5)
 
 
 DRIVER = """
@@ -115,9 +125,15 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
             wait_for(lambda: writing(2), pause=0.01, what="another one")
         finally:
             process.kill()
-    assert last_step(config) < config.max_steps
+    log = log_of(config)
+    assert log[-1]["step"] < config.max_steps
+    resources = ray.cluster_resources
+    wait_for(
+        lambda: ray.available_resources()["CPU"] == resources()["CPU"], what="its end"
+    )
     record = config.run_path / RECORD
-    newest = max(name for name in saved(config) if name in record.read_text())
+    recorded = record.read_text()
+    newest = max(name for name in saved(config) if name in recorded)
     harms = {
         "does not exist anymore": (config.run_path / newest).rmtree,
         "Expecting value": lambda: record.write_text(""),
@@ -128,6 +144,7 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
             tutorial.make_trainer(config).fit()
     record.unlink()
     assert tutorial.make_trainer(config).fit().metrics["step"] == config.max_steps
+    assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
     assert_equal_runs(config, reference)
 
 
@@ -213,7 +230,7 @@ def bucket(monkeypatch):
 
 @pytest.mark.slow
 def test_object_store(tutorial, reference, bucket, monkeypatch):
-    """A kill during an upload ends a launch. The next one goes on from Ray's record there.
+    """A kill during an upload ends a launch. The next one goes on.
 
     The log has each step once, though an object can't grow.
     """
@@ -242,10 +259,17 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     # Pruned to the two best and the latest.
     losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
     best = sorted(losses, key=losses.get)[:2]
-    assert {int(x.path[-17:-9]) for x, _ in result.best_checkpoints} == {24, *best}
+    assert {int(x.path.split("_")[1]) for x, _ in result.best_checkpoints} == {
+        24,
+        *best,
+    }
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
     assert model.config == config
+
+    # One worker goes on with what two saved.
+    abstract = tutorial.abstract_state(config, tutorial.create_mesh(config))
+    assert as_worker(partial(checkpoints.restore, config, abstract)).step == 24
 
 
 @pytest.mark.extra

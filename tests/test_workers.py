@@ -24,8 +24,7 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
     """Before the first of them asks JAX for a device, which is when CUDA decides.
 
     The GPUs are CPUs that JAX takes for CUDA's; each worker notes which ones it would see,
-    and where its libraries are: its node's own plugins for the network among them. Nothing
-    connects the workers, which they notice.
+    and where its libraries are: its node's own plugins for the network among them.
     """
 
     def loop(settings):
@@ -42,12 +41,9 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
         xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
         trainkit.workers.start(settings)
 
-    config = write_bins(small(machines="gpu", max_failures=0))
+    config = write_bins(small(machines="gpu"))
     tutorial.SCALING["gpu"] = ScalingConfig(num_workers=2, use_gpu=True)
-    trainer = tutorial.make_trainer(config, loop)
-    trainer.backend_config = JaxConfig()
-    with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
-        trainer.fit()
+    tutorial.make_trainer(config, loop).fit()
     seen = {note.read_text() for note in config.run_path.glob("gpus-*")}
     libraries = f"{os.environ.get('LD_LIBRARY_PATH', '')}:/usr/local/nvidia/lib64"
     assert seen == {f"{gpu} {libraries}" for gpu in range(2)}
@@ -114,9 +110,14 @@ def test_what_the_cluster_lacks_is_said(
     assert trainer.run_config.failure_config.controller_failure_limit == 60  # minutes
 
 
-def test_other_tokens_on_a_node_are_noticed(tutorial, cluster, small, write_bins):
-    config = write_bins(small())
+@pytest.mark.slow
+def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
+    """Other tokens on its node, and workers that don't see one another."""
+    config = write_bins(small(max_failures=0))
     trainer = tutorial.make_trainer(config)
+    trainer.backend_config = JaxConfig()
+    with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
+        trainer.fit()
     write_bins(config, seed=1)
     with pytest.raises(ValueError, match="holds other tokens"):
         as_worker(partial(trainkit.workers.start, trainer.train_loop_config))

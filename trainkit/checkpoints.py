@@ -19,11 +19,11 @@ from pathlib import Path
 
 import jax
 import ray.train
-import ray.train.collective
 from etils import epath
 from filelock import FileLock, Timeout
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
+from ray.train import collective
 
 from trainkit.config import TrainingConfig
 
@@ -93,7 +93,7 @@ def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[None]:
 def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.Module:
     """The model in a checkpoint, which may be in a bucket, on this process's first device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with checkpoint.as_directory() as folder:
+    with _unpacked(checkpoint) as folder:
         values = orbax.metadata(folder).custom_metadata
         # These run anywhere, for texts of any length.
         values |= {"attention": "xla", "scan_layers": False}
@@ -110,53 +110,56 @@ def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.
 
 
 def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None:
-    """As the notebook's, for a bucket: each worker writes to its own disk, and Ray uploads."""
+    """As the notebook's, for a bucket: Ray uploads one file of each worker, not hundreds."""
     context = orbax.Context()
     context.multiprocessing.primary_host = None  # each worker makes its own folders
     context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_ocdbt = False  # whose files have one name on all workers
     context.array.saving.use_replica_parallel = False
-    context.array.saving.use_zarr3 = False  # whose arrays are more files
+    workers = ray.train.get_context().get_world_size()
     # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
-    name = f"step_{step:08d}_{uuid.uuid4().hex[:8]}"
+    name = f"step_{step:08d}_{workers}_{uuid.uuid4().hex[:8]}"
     folder = _staging(config) / name
     values = dataclasses.asdict(config)
     with context, orbax.training.Checkpointer(folder) as checkpointer:
         checkpointer.save(step, _named(state), force=True, custom_metadata=values)
+    rank = folder.parent.name
+    shutil.make_archive(f"{folder}/packed/{rank}", "tar", folder / str(step))
+    shutil.rmtree(folder / str(step))
     ray.train.report(
         metrics,
-        checkpoint=ray.train.Checkpoint(folder / str(step)),
+        checkpoint=ray.train.Checkpoint(folder / "packed"),
         checkpoint_dir_name=name,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
         delete_local_checkpoint_after_upload=True,
     )
 
 
-def restore(
-    config: TrainingConfig, abstract: tuple, restore_from: str | None = None
-) -> tuple | None:
-    """As the notebook's, for a bucket, where Ray's record tells which checkpoint is whole.
-
-    A run that has none there begins with the one at `restore_from`, of whatever recipe.
-
-    Raises:
-        RuntimeError: the run has checkpoints, and Ray has none of them on record.
-    """
+def restore(config: TrainingConfig, abstract: tuple) -> tuple | None:
+    """As the notebook's, for a bucket: a checkpoint with the files of all workers is whole."""
     shutil.rmtree(_staging(config), ignore_errors=True)  # of a worker that was killed
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None and restore_from is None:
-        found = sorted(path.name for path in config.run_path.glob("step_*"))
-        if len({name.rpartition("_")[0] for name in found}) > 1:
-            raise RuntimeError(
-                f"{config.run_path} has {', '.join(found)}, and Ray has no record of them. "
-                "Pass restore_from=PATH to `restore`, or choose another run_name."
-            )
-        return None  # a first checkpoint at most, which may have been cut off
-    with (checkpoint or ray.train.Checkpoint(restore_from)).as_directory() as folder:
-        with reading(config, folder) if checkpoint else contextlib.nullcontext():
-            arrays = orbax.load(folder, _named(abstract))
+
+    def is_whole(path: epath.Path) -> bool:
+        return len([*path.glob("*.tar")]) == int(path.name.split("_")[2])
+
+    complete = filter(is_whole, config.run_path.glob("step_*"))
+    path = collective.broadcast_from_rank_zero(max(complete, default=None))
+    if path is None:
+        return None
+    with _unpacked(ray.train.Checkpoint(path)) as folder, reading(config, folder):
+        arrays = orbax.load(folder, _named(abstract))
     values = [arrays[name] for name in _named(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), values)
+
+
+@contextlib.contextmanager
+def _unpacked(checkpoint: ray.train.Checkpoint) -> Iterator[str]:
+    """A folder with a checkpoint's files, also of one that `save` packed."""
+    with checkpoint.as_directory() as folder, tempfile.TemporaryDirectory() as unpacked:
+        packed = [*Path(folder).glob("*.tar")]
+        for archive in packed:
+            shutil.unpack_archive(archive, unpacked, filter="data")
+        yield unpacked if packed else folder
 
 
 def _staging(config: TrainingConfig) -> Path:
@@ -166,7 +169,7 @@ def _staging(config: TrainingConfig) -> Path:
 
 
 def _named(tree: tuple) -> dict:
-    """As the notebook's `named`. Slashes would make folders, of which each is a request."""
+    """As the notebook's `named`."""
     arrays = jax.tree.leaves_with_path(tree)
     name = partial(jax.tree_util.keystr, simple=True, separator=".")
     return {name(path).removesuffix(".value"): x for path, x in arrays}
