@@ -1,6 +1,7 @@
 """Real JaxTrainer runs of two workers, and every way to die: the run ends undisturbed."""
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -37,6 +38,22 @@ from trainkit import checkpoints
 RECORD = "checkpoint_manager_snapshot.json"
 
 
+def evaluate(tutorial, config, model) -> float:
+    """As the loop does it, in this process."""
+    mesh, steps = jax.sharding.get_mesh(), range(config.eval_steps)
+    batches = tutorial.read_batches(config, mesh, "val", steps)
+    return np.mean([tutorial.eval_step(model, x, config) for x in batches])
+
+
+def goes_on_alone(tutorial, config, restore) -> None:
+    """One worker restores what two saved at the end."""
+    abstract = tutorial.abstract_state(config, jax.sharding.get_mesh())
+    state, last = as_worker(partial(restore, config, abstract)), log_of(config)[-1]
+    assert state.step == last["step"]
+    loss = evaluate(tutorial, config, state.model)
+    assert loss == pytest.approx(last["val_loss"], abs=1e-5)
+
+
 @pytest.mark.slow
 def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     config, result = reference, ray.train.Result.from_path(reference.run_path)
@@ -52,22 +69,11 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert result.metrics["val_loss"] == pytest.approx(losses[last])
     assert result.checkpoint.path == str(config.run_path / saved(config)[-1])
 
-    mesh = jax.sharding.get_mesh()
-
-    def evaluate(model) -> float:
-        batches = tutorial.read_batches(config, mesh, "val", range(config.eval_steps))
-        return np.mean([tutorial.eval_step(model, x, config) for x in batches])
-
     # The model in the best is the one that was evaluated.
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
-    assert evaluate(model) == pytest.approx(losses[best[0]], abs=1e-5)
-
-    # One worker goes on with what two saved.
-    abstract = tutorial.abstract_state(config, mesh)
-    state = as_worker(partial(tutorial.restore, config, abstract))
-    assert state.step == last
-    assert evaluate(state.model) == pytest.approx(losses[last], abs=1e-5)
+    assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
+    goes_on_alone(tutorial, config, tutorial.restore)
 
 
 DRIVER = """
@@ -127,13 +133,11 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
             process.kill()
     log = log_of(config)
     assert log[-1]["step"] < config.max_steps
-    resources = ray.cluster_resources
-    wait_for(
-        lambda: ray.available_resources()["CPU"] == resources()["CPU"], what="its end"
-    )
+    total = ray.cluster_resources()["CPU"]
+    wait_for(lambda: ray.available_resources().get("CPU") == total, what="its end")
     record = config.run_path / RECORD
-    recorded = record.read_text()
-    newest = max(name for name in saved(config) if name in recorded)
+    recorded = json.loads(record.read_text())["latest_checkpoint_result"]
+    newest = recorded["checkpoint_dir_name"]
     harms = {
         "does not exist anymore": (config.run_path / newest).rmtree,
         "Expecting value": lambda: record.write_text(""),
@@ -230,23 +234,22 @@ def bucket(monkeypatch):
 
 @pytest.mark.slow
 def test_object_store(tutorial, reference, bucket, monkeypatch):
-    """A kill during an upload ends a launch. The next one goes on.
+    """A kill while checkpoints are uploaded ends a launch. The next one goes on.
 
-    The log has each step once, though an object can't grow.
+    The log has each step once, though an object can't grow. Each worker has half of the state.
     """
-    changes = {"run_name": "killed", "max_steps": 24, "storage_path": bucket}
+    changes = {"run_name": "killed", "max_steps": 24, "storage_path": bucket, "fsdp": 2}
     config = replace(reference, **changes, max_failures=0)
     monkeypatch.setattr(tutorial, "save", checkpoints.save)
     monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
-    staged = Path(tempfile.gettempdir())
 
     def uploading() -> bool:  # another checkpoint than the first
-        staging = any(staged.glob("killed-*/1/step_*_*"))
-        return staging and (config.run_path / RECORD).exists()
+        second = any(Path(tempfile.gettempdir()).glob("killed-*/1/step_00000016_*"))
+        return second and (config.run_path / RECORD).exists()
 
     loop = train_loop_of(tutorial, 0.02)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
-        wait_for(uploading, pause=0.1, what="an upload")
+        wait_for(uploading, pause=0.01, what="an upload")
         kill(config, 1)
         with pytest.raises(ray.train.TrainingFailedError):
             finish()
@@ -254,22 +257,20 @@ def test_object_store(tutorial, reference, bucket, monkeypatch):
     result = tutorial.make_trainer(config, loop).fit()
     assert len(starts_of(config)) == 2
     assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
-    assert_equal_runs(config, reference)
+    losses, expected = (
+        [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
+    )
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
 
     # Pruned to the two best and the latest.
     losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
     best = sorted(losses, key=losses.get)[:2]
-    assert {int(x.path.split("_")[1]) for x, _ in result.best_checkpoints} == {
-        24,
-        *best,
-    }
+    found = {int(x.path.split("_")[1]) for x, _ in result.best_checkpoints}
+    assert found == {24, *best}
     checkpoint = result.get_best_checkpoint("val_loss", "min")
     model = checkpoints.load_model(tutorial.create_model, checkpoint)
     assert model.config == config
-
-    # One worker goes on with what two saved.
-    abstract = tutorial.abstract_state(config, tutorial.create_mesh(config))
-    assert as_worker(partial(checkpoints.restore, config, abstract)).step == 24
+    goes_on_alone(tutorial, config, checkpoints.restore)
 
 
 @pytest.mark.extra

@@ -142,11 +142,11 @@ def restore(config: TrainingConfig, abstract: tuple) -> tuple | None:
     def is_whole(path: epath.Path) -> bool:
         return len([*path.glob("*.tar")]) == int(path.name.split("_")[2])
 
-    complete = filter(is_whole, config.run_path.glob("step_*"))
-    path = collective.broadcast_from_rank_zero(max(complete, default=None))
-    if path is None:
+    newest = max(filter(is_whole, config.run_path.glob("step_*")), default=None)
+    found = collective.broadcast_from_rank_zero(newest and ray.train.Checkpoint(newest))
+    if found is None:
         return None
-    with _unpacked(ray.train.Checkpoint(path)) as folder, reading(config, folder):
+    with _unpacked(found) as folder, reading(config, folder):
         arrays = orbax.load(folder, _named(abstract))
     values = [arrays[name] for name in _named(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), values)
@@ -158,7 +158,7 @@ def _unpacked(checkpoint: ray.train.Checkpoint) -> Iterator[str]:
     with checkpoint.as_directory() as folder, tempfile.TemporaryDirectory() as unpacked:
         packed = [*Path(folder).glob("*.tar")]
         for archive in packed:
-            shutil.unpack_archive(archive, unpacked, filter="data")
+            shutil.unpack_archive(archive, unpacked)
         yield unpacked if packed else folder
 
 
