@@ -67,6 +67,6 @@ def test_registrys_test_runs_some_of_ours(registry, monkeypatch):
     (options,) = re.findall(r"^python (-m pytest.*)", script, re.M)
     command = f"cd {registry / publish.FOLDER} && {sys.executable} {options}"
     # test_gradients takes longest, and runs here anyway.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'not test_gradients'")  # the longest
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'not test_gradients'")
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
