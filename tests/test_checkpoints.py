@@ -141,19 +141,16 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
     play(config)
     assert restore(eval_interval=5, max_steps=99).step == 11
     newest = Path(config.run_path / "step_00000011")
-    words = "learning_rate was 0.01, is 0.1; seed was"
-    with pytest.raises(ValueError, match=words) as e:
+    words = f"learning_rate was 0.01, is 0.1; seed was.*\n.*{newest}.*another run_name"
+    with pytest.raises(ValueError, match=words):
         restore(learning_rate=0.1, seed=1)
-    assert f"{newest}" in e.value.__notes__[0]
-    assert "choose another run_name" in e.value.__notes__[0]
     for data in newest.rglob("d/*"):
         half = data.read_bytes()[: data.stat().st_size // 2]
         data.unlink()  # and not in place: a process that still maps it would die
         data.write_bytes(half)
     for _ in range(2):
-        with pytest.raises(Exception) as e:
+        with pytest.raises(Exception, match="delete its folder, and Ray's record"):
             restore()
-        assert "delete its folder, and Ray's record" in e.value.__notes__[0]
         shutil.rmtree(newest)
         newest.mkdir()  # and nothing in it
     newest.rmdir()
@@ -170,7 +167,11 @@ def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
     assert restore(checkpoints.restore).step == 4
     with pytest.raises(ValueError, match="seed was"):
         restore(checkpoints.restore, seed=1)
-    (config.run_path / "step_00000004_1_a/0.tar").unlink()
+    packed = config.run_path / "step_00000004_1_a/0.tar"
+    packed.write_text("damaged")
+    with pytest.raises(Exception, match=f"in {packed.parent}.*delete its folder"):
+        restore(checkpoints.restore)
+    packed.unlink()
     assert restore(checkpoints.restore) is None
 
 

@@ -63,7 +63,7 @@ REFUSED = [
     ("beta2: 1.5", "beta2"),
     ("seed: -1", "seed"),
     ("attention: flash", "attention"),
-    ("max_failures: -2", "max_failures"),
+    ("run_name: my run", "run_name"),
 ]
 
 

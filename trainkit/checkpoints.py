@@ -23,7 +23,7 @@ from etils import epath
 from filelock import FileLock, Timeout
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
-from ray.train import collective
+from ray.train import Checkpoint, collective
 
 from trainkit.config import TrainingConfig
 
@@ -65,22 +65,25 @@ def lock_run(config: TrainingConfig) -> None:
 
 
 @contextlib.contextmanager
-def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[None]:
-    """While a checkpoint is read: refuse another recipe's, and add to errors what to do.
+def reading(
+    config: TrainingConfig, path: epath.PathLike, packed: Checkpoint | None = None
+) -> Iterator[epath.PathLike]:
+    """Gives a checkpoint's folder, also of a `packed` one, and adds to errors what to do.
 
     Raises:
         ValueError: its recipe is another one: key by key, what it was, and what it is.
     """
     try:
-        saved = TrainingConfig(**orbax.metadata(path).custom_metadata).recipe
-        differing = [
-            f"{key} was {saved[key]!r}, is {value!r}"
-            for key, value in config.recipe.items()
-            if value != saved[key]
-        ]
-        if differing:
-            raise ValueError(f"run_name: another recipe: {'; '.join(differing)}")
-        yield
+        with _unpacked(packed) if packed else contextlib.nullcontext(path) as folder:
+            saved = TrainingConfig(**orbax.metadata(folder).custom_metadata).recipe
+            differing = [
+                f"{key} was {saved[key]!r}, is {value!r}"
+                for key, value in config.recipe.items()
+                if value != saved[key]
+            ]
+            if differing:
+                raise ValueError(f"run_name: another recipe: {'; '.join(differing)}")
+            yield folder
     except Exception as error:
         error.add_note(
             f"On {socket.gethostname()}, in {path}. For another recipe, choose another "
@@ -90,7 +93,7 @@ def reading(config: TrainingConfig, path: epath.PathLike) -> Iterator[None]:
         raise
 
 
-def load_model(create_model: Callable, checkpoint: ray.train.Checkpoint) -> nnx.Module:
+def load_model(create_model: Callable, checkpoint: Checkpoint) -> nnx.Module:
     """The model in a checkpoint, which may be in a bucket, on this process's first device."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with _unpacked(checkpoint) as folder:
@@ -128,7 +131,7 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
     shutil.rmtree(folder / str(step))
     ray.train.report(
         metrics,
-        checkpoint=ray.train.Checkpoint(folder / "packed"),
+        checkpoint=Checkpoint(folder / "packed"),
         checkpoint_dir_name=name,
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
         delete_local_checkpoint_after_upload=True,
@@ -143,17 +146,17 @@ def restore(config: TrainingConfig, abstract: tuple) -> tuple | None:
         return len([*path.glob("*.tar")]) == int(path.name.split("_")[2])
 
     newest = max(filter(is_whole, config.run_path.glob("step_*")), default=None)
-    found = collective.broadcast_from_rank_zero(newest and ray.train.Checkpoint(newest))
+    found = collective.broadcast_from_rank_zero(newest and Checkpoint(newest))
     if found is None:
         return None
-    with _unpacked(found) as folder, reading(config, folder):
+    with reading(config, found.path, found) as folder:
         arrays = orbax.load(folder, _named(abstract))
     values = [arrays[name] for name in _named(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), values)
 
 
 @contextlib.contextmanager
-def _unpacked(checkpoint: ray.train.Checkpoint) -> Iterator[str]:
+def _unpacked(checkpoint: Checkpoint) -> Iterator[str]:
     """A folder with a checkpoint's files, also of one that `save` packed."""
     with checkpoint.as_directory() as folder, tempfile.TemporaryDirectory() as unpacked:
         packed = [*Path(folder).glob("*.tar")]

@@ -34,6 +34,7 @@ def _path_or_name(name: str) -> str:
     return _absolute(name) if is_path else name
 
 
+Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # also of a folder in a bucket
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(_absolute)]
 PathOrName = Annotated[str, AfterValidator(_path_or_name)]
@@ -85,7 +86,7 @@ class TrainingConfig(RecipeConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
+    run_name: Name | None = None  # None: one with a fingerprint, as step 6 makes it
     data_dir: Folder = "data"  # on storage that all nodes share, as the next one
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 

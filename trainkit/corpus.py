@@ -56,9 +56,7 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
         made = [made[split] for split in sorted(made, key="train".__ne__)]
     parts = [_to_ray(part).map(check) for part in made]
     if len(parts) != 2:
-        raise ValueError(
-            f"dataset: {config.dataset} has {len(parts)} parts, expected 2"
-        )
+        raise ValueError(f"dataset: {config.dataset} has {len(parts)} parts, not 2")
     tokenizer = tokenizers.load(config.tokenizer)
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
@@ -130,9 +128,7 @@ def _existing(config: TrainingConfig, *functions: Callable) -> dict | None:
     if not names:
         return None
     if not {"train.bin", "val.bin"} <= names:
-        raise FileExistsError(
-            f"data_dir: {folder} has files, but not both train.bin and val.bin"
-        )
+        raise FileExistsError(f"data_dir: {folder} has no train.bin or no val.bin")
     if "manifest.json" not in names:
         print(f"{folder} has no manifest: taken for tokens of {config.tokenizer}")
         return {"tokens": token_files.check(config)}
