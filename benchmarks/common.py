@@ -1,11 +1,13 @@
 """What the benchmarks share. Import it before `trainkit`, which it finds from anywhere."""
 
+import collections
 import datetime
 import importlib.metadata
 import itertools
 import multiprocessing
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +20,7 @@ import ray
 from notebook_module import load_notebook as load_notebook
 
 CORES = os.cpu_count()
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
 def start_ray(**options) -> None:
@@ -39,6 +42,18 @@ def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]
             kept.append(pool.submit(function, *row).result())
         print(*row, kept[-1], file=sys.stderr)
     return results
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """How often a program, as text, has each kind of collective, by the type of its arrays."""
+    found = {"in_loops": collections.Counter(), "outside": collections.Counter()}
+    place = None
+    for line in text.splitlines():
+        if line.endswith("{"):  # of a loop's body, or of the program itself
+            place = "outside" if line.startswith("ENTRY") else "in_loops"
+        if match := re.search(rf"= \(?(\w+)\[.* ({COLLECTIVES})(-start)?\(", line):
+            found[place][f"{match[2]} {match[1]}"] += 1
+    return found
 
 
 def print_table(columns: list[str], rows: list[list], packages: list[str]) -> None:

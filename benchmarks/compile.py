@@ -10,7 +10,6 @@ outside. Nothing runs, and for GPUs nothing is tuned, so it says nothing about s
 """
 
 import argparse
-import collections
 import json
 import math
 import os
@@ -33,7 +32,6 @@ import trainkit.config
 import trainkit.workers
 
 KERNELS = r'custom_call_target="(?:__cudnn\$fmha\w*|tpu_custom_call)"'  # of attention
-COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
 def virtual_devices(name: str, config: trainkit.config.TrainingConfig) -> list:
@@ -52,18 +50,6 @@ def virtual_devices(name: str, config: trainkit.config.TrainingConfig) -> list:
         target_config=description.read_text(),
         topology=f"{nodes}x{int(count) // nodes}x1",
     ).devices
-
-
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """How often a program, as text, has each kind of collective, by the type of its arrays."""
-    found = {"in_loops": collections.Counter(), "outside": collections.Counter()}
-    place = None
-    for line in text.splitlines():
-        if line.endswith("{"):  # of a loop's body, or of the program itself
-            place = "outside" if line.startswith("ENTRY") else "in_loops"
-        if match := re.search(rf"= \(?(\w+)\[.* ({COLLECTIVES})(-start)?\(", line):
-            found[place][f"{match[2]} {match[1]}"] += 1
-    return found
 
 
 def main() -> None:
@@ -86,14 +72,15 @@ def main() -> None:
     )
     with jax.set_mesh(mesh):
         compiled = tutorial.train_step.lower(state, windows, config).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
     report = {
         "config": Path(arguments.config).stem,
         **config.split(len(devices)),
         "state_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
         "attention_kernels": len(re.findall(KERNELS, text)),
-        "collectives": collectives(text),
+        "collectives": common.collectives(text),
     }
     print(json.dumps(report))
 

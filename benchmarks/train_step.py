@@ -160,7 +160,8 @@ def main() -> None:
         rows["Hugging Face in PyTorch, compiled"] = pytorch_step, True
     steps = 40 if options.config else 6
     calls = [(options.config, steps, *row) for row in rows.values()]
-    table, ours = [], None
+    table = []
+    ours = None
     for name, runs in zip(rows, common.interleave(measure, calls, options.rounds)):
         speed, mfu = (median(run[i] for run in runs) for i in (0, 1))
         ours = ours or speed

@@ -112,7 +112,8 @@ def set_entry(path: Path, entry: str) -> None:
 
 def publish(checkout: Path, source: str) -> None:
     """Write the template, in place of what an earlier call wrote; the lock stays."""
-    notebook, template = make_notebook(source), checkout / FOLDER
+    notebook = make_notebook(source)
+    template = checkout / FOLDER
     for path in template.rglob("*.*"):
         if path.is_file() and path.name != LOCK:
             path.unlink()

@@ -121,7 +121,8 @@ if __name__ == "__main__":
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    source, readme = ROOT / "README.ipynb", ROOT / "README.md"
+    source = ROOT / "README.ipynb"
+    readme = ROOT / "README.md"
     if options.run:
         shown = run(nbformat.read(source, as_version=4), ROOT / "build/page")
         last = {"date": datetime.date.today().isoformat(), "cells": shown}

@@ -16,6 +16,7 @@ FOR_GPUS = (
 )
 # In /tmp/tpu_logs, any Ray cluster would show libtpu's as its workers'.
 NO_LOGS = {"TPU_LOG_DIR": "disabled"}
+pytestmark = pytest.mark.skipif(not find_spec("libtpu"), reason="it is for x86 only")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ NO_LOGS = {"TPU_LOG_DIR": "disabled"}
         pytest.param("gpt2-7b-gpu.yaml 32xh100", 35, marks=FOR_GPUS),
     ],
 )
-def test_each_configuration_fits_its_devices(run, room):
+def test_a_configuration_fits_its_devices(run, room):
     """In the three quarters of a GPU's GiB that JAX takes at once, or less, as measured."""
     script = ROOT / "benchmarks/compile.py"
     # For TPUs, O0 takes a quarter of the time, and up to 3 % more memory.

@@ -92,8 +92,9 @@ def test_the_loss_scatters_nothing_and_has_one_parts_logits(tutorial):
     config = tutorial.TrainingConfig(vocab_size=521, loss_chunks=2)
     gradients = jax.jit(jax.grad(layers.cross_entropy, (0, 1)), static_argnums=3)
     given = jnp.ones((640, 64)), jnp.ones((4, 24, 64)), jnp.zeros((4, 24), int)
-    text = gradients.lower(*given, config).compile().as_text()
-    assert " scatter(" not in text
+    lowered = gradients.lower(*given, config)
+    assert "scatter" not in lowered.as_text()  # XLA for CPUs expands each
+    text = lowered.compile().as_text()
     shapes = re.findall(r"f32\[([\d,]+),640\]", text)
     tokens = max(math.prod(map(int, shape.split(","))) for shape in shapes)
     assert tokens == 4 * 24 / 2

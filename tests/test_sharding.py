@@ -40,7 +40,7 @@ import json, os, sys
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 sys.path[:0] = ["benchmarks", "examples", "tests"]
 import jax, llama
-from compile import collectives
+from common import collectives
 from conftest import load_notebook, small_config
 from samples import windows_for
 from trainkit.generate import generate
