@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import ray.train
+from ray.data import DataContext
 from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
@@ -19,7 +20,8 @@ from ray.train.v2.jax import JaxTrainer
 def as_worker(function):
     """What `function` returns, which Ray Train runs as its only worker, in this process."""
     alone = ScalingConfig(num_workers=0)
-    return JaxTrainer(lambda: function(), scaling_config=alone).fit().return_value
+    with DataContext.current(DataContext.get_current().copy()):  # it sets limits
+        return JaxTrainer(lambda: function(), scaling_config=alone).fit().return_value
 
 
 def log_of(config) -> list[dict]:

@@ -2,15 +2,16 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from notebook_module import code_cells, load_notebook
-from ruamel.yaml import YAMLError
 
-from trainkit.config import TrainingConfig, load_config, named_run
+from trainkit.config import TrainingConfig, load_config
+from trainkit.sources import named_run
 
 # Only the guide has the machines of the 7B model; test_compute_configs.py looks at them.
 FILES = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"gpt2-7b-gpu.yaml"}
@@ -38,32 +39,13 @@ def test_the_files_are_configurations_of_the_notebook(tutorial, name):
     config.split(int(scaling.num_workers * each))
 
 
-def test_defaults_are_nanogpts(load):
-    """https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py"""
-    recipe = load().recipe
-    expected = {"learning_rate": 6e-4, "warmup_steps": 2_000, "decay_steps": 600_000}
-    expected |= {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
-    assert recipe | expected == recipe
-    assert recipe["batch_size"] * recipe["block_size"] == 12 * 1024 * 5 * 8
-
-
-def test_yaml_is_that_of_today(load):
-    """In YAML 1.1, this was 384; and of a key that is there twice, none is taken."""
-    assert load("max_steps: 0600").max_steps == 600
-    with pytest.raises(YAMLError, match="(?s)seed.*line 2"):
-        load("seed: 1\nseed: 2")
-
-
 REFUSED = [
     ("batchsize: 4", "batchsize"),
     ("batch_size: 0", "batch_size"),
-    ("learning_rate: -1", "learning_rate"),
     ("grad_clip: .inf", "grad_clip"),
-    ("weight_decay: -0.1", "weight_decay"),
     ("beta2: 1.5", "beta2"),
-    ("seed: -1", "seed"),
     ("attention: flash", "attention"),
-    ("run_name: my run", "run_name"),
+    ("data_dir: s3://bucket/data", "data_dir"),
 ]
 
 
@@ -83,7 +65,7 @@ def test_places_and_names(load, tmp_path, monkeypatch):
     assert load("tokenizer: gpt2").tokenizer == "gpt2"
     smaller = load("tokenizer: builtin")
     assert smaller.vocab_size == 2_048
-    assert smaller.data_dir == str(tmp_path / "storage/data/openwebtext-builtin")
+    assert smaller.data_dir.endswith("/data/openwebtext-builtin")
 
 
 def test_how_devices_share_a_batch():
@@ -93,11 +75,17 @@ def test_how_devices_share_a_batch():
     assert TrainingConfig(batch_size=37).split(1)["micro-batches"] == "37 x 1"
 
 
+@pytest.fixture
+def config(small, write_bins):
+    """Of a run without a name, and its tokens."""
+    return write_bins(small(run_name=None, dataset="openwebtext"))
+
+
 def launch(notebook, config: TrainingConfig) -> tuple[str, TrainingConfig]:
     """The name of the run that the notebook's cell launches, and `config` after the cell."""
     (cell,) = [cell for cell in code_cells() if "named_run(" in cell.source]
     trainer = SimpleNamespace(fit=lambda: None)
-    names = vars(notebook) | {"config": config, "config_path": "mine.yaml"}
+    names = vars(notebook) | {"config": config, "config_path": "my own.yaml"}
     names["make_trainer"] = lambda run: trainer
     exec(cell.source, names)
     return names["run"].run_name, names["config"]
@@ -114,11 +102,12 @@ EDITS = [  # and whether another run starts
 ]
 
 
-@pytest.mark.parametrize("old, new, counts", EDITS)
-def test_an_edit_names_another_run(tutorial, tmp_path, monkeypatch, old, new, counts):
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_names_another_run(tutorial, config, tmp_path, monkeypatch, edit):
+    old, new, counts = edit
     monkeypatch.setitem(sys.modules, "tutorial", tutorial)  # as it is afterwards
-    first, config = launch(tutorial, TrainingConfig())
-    assert re.fullmatch(r"mine-\w{6}", first)
+    first, config = launch(tutorial, config)
+    assert re.fullmatch(r"my own-\w{6}", first)
     text = (ROOT / "README.ipynb").read_text()
     assert old in text
     path = tmp_path / "README.ipynb"
@@ -134,15 +123,15 @@ def last_rate() -> float:
     return 1 / LAST["step"]
 
 
-def test_a_constant_names_another_run(monkeypatch):
-    first = named_run(TrainingConfig(), "", last_rate)
+def test_a_constant_names_another_run(config, monkeypatch):
+    first = named_run(config, "", last_rate)
     monkeypatch.setitem(LAST, "step", 9)
-    assert named_run(TrainingConfig(), "", last_rate) != first
+    assert named_run(config, "", last_rate) != first
 
 
-def test_a_recipe_names_a_run_and_machines_dont():
+def test_recipe_and_tokens_name_a_run_and_machines_dont(config, write_bins):
     def name_of(**changes) -> str:
-        return named_run(TrainingConfig(**changes), "").run_name
+        return named_run(replace(config, **changes), "").run_name
 
     for key in ("learning_rate", "seed", "n_layer"):
         assert name_of(**{key: 7}) != name_of()
@@ -150,3 +139,6 @@ def test_a_recipe_names_a_run_and_machines_dont():
         assert name_of(**{key: value}) == name_of()
     # Files of one name are in many folders.
     assert name_of(tokenizer="/a/t.json") != name_of(tokenizer="/b/t.json")
+    first = name_of()
+    write_bins(config, seed=1)
+    assert name_of() != first

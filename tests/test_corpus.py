@@ -111,7 +111,6 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
         ({"tokens": np.array([1, 2]).tobytes()}, "isn't uint16: every second is 0"),
         ({"tokens": b"\xff" * 4}, "has the token 65535, and vocab_size is 50257"),
     ],
-    ids=["lost", "unnamed", "numbers", "int64", "unknown"],
 )
 def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
     errors = (ray.exceptions.RayTaskError, KeyError, TypeError, ValueError)

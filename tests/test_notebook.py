@@ -140,13 +140,6 @@ def test_the_program_is_on_the_page():
     assert len([c for c in calls if re.fullmatch(rf"({ours})(\.\w+)*", c)]) <= 18
 
 
-def test_a_parameter_chooses_the_configuration():
-    """papermill's `-p config_path ...` goes behind the cell with this tag."""
-    (cell,) = [c for c in code_cells() if "parameters" in c.metadata.get("tags", [])]
-    (statement,) = ast.parse(cell.source).body
-    assert ast.unparse(statement.targets[0]) == "config_path"
-
-
 def test_readme_is_in_step_and_a_stale_one_is_noticed(tmp_path):
     for name in ("ci", "docs", "trainkit"):
         shutil.copytree(ROOT / name, tmp_path / name)

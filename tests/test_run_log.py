@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from accidents import in_the_background, last_step, log_of, wait_for
+from accidents import as_worker, in_the_background, last_step, log_of, wait_for
 from samples import python, run_from_guide
 
 from trainkit import run_log
@@ -15,8 +15,8 @@ from trainkit import run_log
 def test_lines_after_a_restart(small, monkeypatch, capfd):
     """Every fifth step and at a save: the last step's numbers, tokens, and the speed.
 
-    Later lines than the checkpoint's go, and what a full disk has cut off. What `send` does
-    with a line changes nothing, and its error doesn't end the run.
+    Later lines than the checkpoint's go. What `send` does with a line changes nothing, and
+    its error doesn't end the run.
     """
     now, told, sent = [100.0], [], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
@@ -29,13 +29,16 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     config = small(max_steps=12, log_interval=5)
     old = [json.dumps({"step": step}) for step in (5, 7, 10)]
     config.run_path.mkdir(parents=True)
-    text = "\n".join([old[0], "\0\0", *old[1:], '{"step": 11, "lo'])
-    (config.run_path / "metrics.jsonl").write_text(text)
-    with run_log.RunLog(config, 7, send) as log:
-        for step in range(8, 13):
-            now[0] += 0.25  # for 4 windows of 16 tokens
-            evaluated = {"val_loss": 4.0} if step == 12 else {}
-            told.append(log.add(step, {"loss": 2.0 * step} | evaluated, step == 12))
+    (config.run_path / "metrics.jsonl").write_text("\n".join(old))
+
+    def loop() -> None:
+        with run_log.RunLog(config, 7, send) as log:
+            for step in range(8, 13):
+                now[0] += 0.25  # for 4 windows of 16 tokens
+                evaluated = {"val_loss": 4.0} if step == 12 else {}
+                told.append(log.add(step, {"loss": 2.0 * step} | evaluated, step == 12))
+
+    as_worker(loop)
     first = {"step": 10, "tokens": 640, "loss": 20, "tokens_per_s": 256}
     last = {"step": 12, "tokens": 768, "loss": 24, "val_loss": 4, "tokens_per_s": 256}
     assert sent == [first, last]
@@ -52,6 +55,8 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
 
 HANG = """
 import ctypes, sys, time
+sys.path.append("tests")
+from accidents import as_worker
 from trainkit.config import TrainingConfig
 from trainkit.run_log import RunLog
 
@@ -60,14 +65,18 @@ def wait_in_c(seconds):
 
 config = TrainingConfig(storage_path=sys.argv[1], run_name="run", stall_timeout_s=3.0)
 config.run_path.mkdir(parents=True)
-with RunLog(config, 0) as log:
-    for step in range(1, 5):
-        time.sleep(1)
-        log.add(step, {"loss": 1.0}, False)
-time.sleep(4)
-print("outside, nothing is watched", flush=True)
-with RunLog(config, 4) as log:
-    wait_in_c(60)
+
+def loop():
+    with RunLog(config, 0) as log:
+        for step in range(1, 5):
+            time.sleep(1)
+            log.add(step, {"loss": 1.0}, False)
+    time.sleep(4)
+    print("outside, nothing is watched", flush=True)
+    with RunLog(config, 4) as log:
+        wait_in_c(60)
+
+as_worker(loop)
 """
 
 

@@ -47,7 +47,6 @@ IDS = np.random.default_rng(0).integers(0, 521, 4_000, np.uint16)
         ("train", IDS[:16], "{'train': 0, 'val': 25} windows"),
         ("val", IDS[:128], "'val': 7} windows.*asks for 8 of val"),
     ],
-    ids=["uint32", "odd", "unknown", "no windows", "few windows"],
 )
 def test_what_cannot_be_trained_on_is_refused(small, write_bins, name, data, words):
     config = write_bins(small())

@@ -8,7 +8,7 @@ corpus        documents into token files
 layers        attention's kernels, the loss in parts, scanned blocks
 checkpoints   one launch at a time, the recipe's check, and buckets
 workers       environment, the right GPUs, how each starts
-sources       the source of the notebook's functions
+sources       the source of the notebook's functions, which names a run
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """

@@ -1,11 +1,10 @@
 """One launch of a run at a time, checkpoints of its recipe, their model, and buckets.
 
 The notebook's `save` and `restore` rely on Orbax, which renames a checkpoint that is whole. In
-object stores nothing can be renamed: there, those of this module take their place.
+buckets nothing can be renamed: there, those of this module take their place.
 """
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
@@ -14,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +23,10 @@ from etils import epath
 from filelock import FileLock, Timeout
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
+from pyarrow.fs import FileSystem
 from ray.train import Checkpoint, collective
 
+from trainkit import layers
 from trainkit.config import TrainingConfig
 
 _PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
@@ -103,7 +105,7 @@ def load_model(create_model: Callable, checkpoint: Checkpoint) -> nnx.Module:
         model = jax.eval_shape(partial(create_model, TrainingConfig(**values)))
         abstract = {
             f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-            for name, x in _named(model).items()
+            for name, x in layers.named(model).items()
         }
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # without the optimizer's state
@@ -112,8 +114,8 @@ def load_model(create_model: Callable, checkpoint: Checkpoint) -> nnx.Module:
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
 
 
-def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None:
-    """As the notebook's, for a bucket: Ray uploads one file of each worker, not hundreds."""
+def save(config: TrainingConfig, state: tuple, step: int, metrics: dict):
+    """As the notebook's `save`; Ray uploads one file of each worker, not hundreds."""
     context = orbax.Context()
     context.multiprocessing.primary_host = None  # each worker makes its own folders
     context.asynchronous.create_directories_asynchronously = False
@@ -123,9 +125,8 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
     # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
     name = f"step_{step:08d}_{workers}_{uuid.uuid4().hex[:8]}"
     folder = _staging(config) / name
-    values = dataclasses.asdict(config)
     with context, orbax.training.Checkpointer(folder) as checkpointer:
-        checkpointer.save(step, _named(state), force=True, custom_metadata=values)
+        checkpointer.save(step, layers.named(state), custom_metadata=asdict(config))
     rank = folder.parent.name
     shutil.make_archive(f"{folder}/packed/{rank}", "tar", folder / str(step))
     shutil.rmtree(folder / str(step))
@@ -139,19 +140,21 @@ def save(config: TrainingConfig, state: tuple, step: int, metrics: dict) -> None
 
 
 def restore(config: TrainingConfig, abstract: tuple) -> tuple | None:
-    """As the notebook's, for a bucket: a checkpoint with the files of all workers is whole."""
+    """As the notebook's `restore`; a checkpoint with the files of all workers is whole."""
     shutil.rmtree(_staging(config), ignore_errors=True)  # of a worker that was killed
 
     def is_whole(path: epath.Path) -> bool:
         return len([*path.glob("*.tar")]) == int(path.name.split("_")[2])
 
     newest = max(filter(is_whole, config.run_path.glob("step_*")), default=None)
-    found = collective.broadcast_from_rank_zero(newest and Checkpoint(newest))
+    files, root = FileSystem.from_uri(config.storage_path)
+    place = newest and Checkpoint(f"{root}/{config.run_name}/{newest.name}", files)
+    found = collective.broadcast_from_rank_zero(place)
     if found is None:
         return None
     with reading(config, found.path, found) as folder:
-        arrays = orbax.load(folder, _named(abstract))
-    values = [arrays[name] for name in _named(abstract)]
+        arrays = orbax.load(folder, layers.named(abstract))
+    values = [arrays[name] for name in layers.named(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), values)
 
 
@@ -167,12 +170,6 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _staging(config: TrainingConfig) -> Path:
     """Where this worker writes a checkpoint before it is uploaded."""
+    run = config.run_path.as_posix().partition("://")[2]
     rank = ray.train.get_context().get_world_rank()
-    return Path(tempfile.gettempdir(), f"{config.run_name}-{os.getuid()}", str(rank))
-
-
-def _named(tree: tuple) -> dict:
-    """As the notebook's `named`."""
-    arrays = jax.tree.leaves_with_path(tree)
-    name = partial(jax.tree_util.keystr, simple=True, separator=".")
-    return {name(path).removesuffix(".value"): x for path, x in arrays}
+    return Path(tempfile.gettempdir(), f"staging-{os.getuid()}", run, str(rank))

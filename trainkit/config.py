@@ -5,11 +5,8 @@ https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +17,6 @@ from pydantic.dataclasses import dataclass
 from ruamel.yaml import YAML
 
 from trainkit import tokenizers
-from trainkit.sources import source_of
 
 
 def _absolute(place: str) -> str:
@@ -34,7 +30,6 @@ def _path_or_name(name: str) -> str:
     return _absolute(name) if is_path else name
 
 
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # also of a folder in a bucket
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(_absolute)]
 PathOrName = Annotated[str, AfterValidator(_path_or_name)]
@@ -86,8 +81,8 @@ class TrainingConfig(RecipeConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: Name | None = None  # None: one with a fingerprint, as step 6 makes it
-    data_dir: Folder = "data"  # on storage that all nodes share, as the next one
+    run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
+    data_dir: Annotated[Folder, Field(pattern="^[^:]+$")] = "data"  # all nodes share it
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
     @property
@@ -167,12 +162,3 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
         return TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def named_run(
-    config: TrainingConfig, path: str, *functions: Callable
-) -> TrainingConfig:
-    """`config` itself if it has a `run_name`, or else with one of `path` and a fingerprint."""
-    text = json.dumps([config.recipe, source_of(*functions)], sort_keys=True)
-    name = f"{Path(path).stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return dataclasses.replace(config, run_name=config.run_name or name)

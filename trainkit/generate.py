@@ -34,7 +34,8 @@ def generate(
         ValueError: a prompt has no tokens, or too many.
         OverflowError: the seed isn't a number of 32 bits.
     """
-    config, device = model.config, jax.local_devices()[0]
+    config = model.config
+    device = jax.local_devices()[0]
     tokenizer = tokenizers.load(config.tokenizer)
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     lengths = np.array([len(tokens) for tokens in ids], np.int32)
@@ -49,7 +50,8 @@ def generate(
     for row, prompt in zip(tokens, ids):
         row[: len(prompt)] = prompt
     model = jax.device_put(model, device)
-    key, top_k = jax.random.key(np.uint32(seed)), min(top_k, config.vocab_size)
+    key = jax.random.key(np.uint32(seed))
+    top_k = min(top_k, config.vocab_size)
     # Attention divides its work over these axes, here among one device.
     with jax.set_mesh(Mesh([[[device]]], ("data", "fsdp", "tensor"))):
         found = _continue(

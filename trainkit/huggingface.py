@@ -15,7 +15,7 @@ from flax import nnx
 from huggingface_hub import snapshot_download
 from safetensors.numpy import load_file, save_file
 
-from trainkit import token_files, tokenizers
+from trainkit import layers, token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 _SIZES = {"block_size": "n_positions"}  # ours: theirs
@@ -80,7 +80,8 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     """
     import transformers
 
-    config, tokenizer = model.config, tokenizers.load(model.config.tokenizer)
+    config = model.config
+    tokenizer = tokenizers.load(config.tokenizer)
     tensors = {f"transformer.{k}": np.asarray(x) for k, x in _to_tensors(model).items()}
     folder = Path(folder).expanduser()
     with token_files.new_folder(folder) as new:
@@ -104,21 +105,19 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
 def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
     """The parameters as tensors under the names of Hugging Face, without padding."""
     parts = defaultdict(dict)
-    for path, x in jax.tree.leaves_with_path(model):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        *modules, module, leaf = name.removesuffix(".value").split(".")
+    for name, x in layers.named(model).items():
+        *modules, module, leaf = name.split(".")
         theirs = "c_attn" if module in ("query", "key", "value") else module
         kind = "bias" if leaf == "bias" else "weight"
         parts[".".join([*modules, theirs, kind])][module] = x
     for name, found in parts.items():
-        if "query" in found:
-            found = {part: found[part] for part in ("query", "key", "value")}
-        parts[name] = jnp.concatenate([*found.values()], axis=-1)
+        qkv = [found[part] for part in ("query", "key", "value") if part in found]
+        parts[name] = jnp.concatenate(qkv or [*found.values()], axis=-1)
     return dict(parts) | {"wte.weight": parts["wte.weight"][: model.config.vocab_size]}
 
 
 def _folder(name: str) -> Path:
     """The folder with a model's config.json and weights, which a hub may have."""
-    if Path(name).is_dir():
+    if Path(name).is_absolute():
         return Path(name)
     return Path(snapshot_download(name, allow_patterns=["config.json", "model.safe*"]))

@@ -6,6 +6,8 @@ rows of the token embedding.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +30,8 @@ def check_parameters(model: nnx.Module) -> nnx.Module:
         ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
     """
     places = {}
-    leaves = jax.tree.leaves_with_path(
-        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    for path, x in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+    found = named(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for name, x in found.items():
         other = places.setdefault(id(x), name)
         if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
             raise ValueError(
@@ -40,6 +39,13 @@ def check_parameters(model: nnx.Module) -> nnx.Module:
                 "expected each array once, as an nnx.Param of float32"
             )
     return model
+
+
+def named(tree, is_leaf: Callable | None = None) -> dict[str, Any]:
+    """As the notebook's `named`, with leaves where `is_leaf` says so."""
+    name = partial(jax.tree_util.keystr, simple=True, separator=".")
+    arrays = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {name(path).removesuffix(".value"): x for path, x in arrays}
 
 
 def on_each_device(kernel: Callable) -> Callable:

@@ -1,10 +1,5 @@
-"""The run's log: metrics.jsonl, a progress bar, a function of yours, and the watchdog.
+"""The run's log: metrics.jsonl, a progress bar, a function of yours, and the watchdog."""
 
-The bar is Ray's experimental `tqdm_ray`, which a process on another machine can move.
-"""
-
-import atexit
-import contextlib
 import faulthandler
 import gc
 import json
@@ -13,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import jax
+import ray.train
 from ray.experimental import tqdm_ray
 from tqdm import tqdm
 
@@ -29,24 +25,20 @@ class RunLog:
     """
 
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None = None):
-        """Go on after a step. `send` gets each line, on the first worker."""
+        """Go on after a step, without later lines. `send` gets each line, on one worker."""
         self._config = config
         self._send = send
         self._path = config.run_path / "metrics.jsonl"
-        self._lines = []
         self._step = step
         self._time = time.perf_counter()
         self._recent = {}
         self._bar = None
-        if jax.process_index() == 0:
+        if ray.train.get_context().get_world_rank() == 0:
             begun = f"continues at step {step}" if step else "is new"
             split = config.split(jax.device_count())
             print(f"{config.run_name} {begun} | {_format(split)}")
             lines = self._path.read_text().splitlines() if self._path.exists() else []
-            for text in lines:
-                with contextlib.suppress(ValueError):  # a line that was cut off
-                    if json.loads(text)["step"] <= step:  # others come again
-                        self._lines.append(text)
+            self._lines = [text for text in lines if json.loads(text)["step"] <= step]
             self._bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self._bar.update(step)
 
@@ -112,8 +104,7 @@ def _format(line: dict) -> str:
     return " | ".join(f"{k} {v:{formats[type(v)]}}" for k, v in line.items())
 
 
-@atexit.register
-def _close_bars() -> None:
+def close_bars() -> None:
     """Close those of killed workers, or Python 3.13 crashes (tqdm issue 1687)."""
     for each in gc.get_objects():
         if issubclass(type(each), tqdm):

@@ -1,24 +1,32 @@
-"""The source of the notebook's functions, so that an edit is noticed, and a comment isn't."""
+"""The source of the notebook's functions, by which an edit names another run."""
 
 import ast
+import dataclasses
+import hashlib
 import inspect
+import json
 import linecache
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from trainkit import token_files
+from trainkit.config import TrainingConfig
 
 
 def source_of(*functions: Callable) -> dict[str, str]:
     """The source of functions, and of what they use of the same notebook or script, by name.
 
-    Comments, docstrings, and format don't count. Constants do, if their names are capitals.
+    Comments, docstrings, and format don't count. Constants do, if their names are capitals,
+    and classes, if they have methods.
     """
     found = {}
     remaining = list(functions)
     while remaining:
         each = inspect.unwrap(remaining.pop())
         # Python keeps the source of a cell, and a class knows it by its methods.
-        methods = (f for f in (each, *vars(each).values()) if inspect.isfunction(f))
-        file = next(methods).__code__.co_filename
+        methods = [f for f in (each, *vars(each).values()) if inspect.isfunction(f)]
+        file = methods[0].__code__.co_filename if methods else ""
         tree = ast.parse("".join(linecache.getlines(file)))
         for node in (n for n in tree.body if getattr(n, "name", "") == each.__name__):
             for part in ast.walk(node):
@@ -36,3 +44,11 @@ def source_of(*functions: Callable) -> dict[str, str]:
                 elif name.isupper() and " at 0x" not in repr(value):  # an address
                     found[name] = repr(value)
     return found
+
+
+def named_run(config: TrainingConfig, path: str, *code: Callable) -> TrainingConfig:
+    """`config` itself if it has a `run_name`, or else with one of `path` and a fingerprint."""
+    parts = [config.recipe, token_files.digest(config), source_of(*code)]
+    fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    name = config.run_name or f"{Path(path).stem}-{fingerprint[:6]}"
+    return dataclasses.replace(config, run_name=name)

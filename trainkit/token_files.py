@@ -56,7 +56,8 @@ def open_tokens(config: TrainingConfig, split: str) -> np.ndarray:
     path = path_of(config, split)
     if not path.exists():
         raise FileNotFoundError(f"{path} isn't there: run the cell with corpus.write")
-    size, each = path.stat().st_size, np.dtype(config.token_dtype).itemsize
+    size = path.stat().st_size
+    each = np.dtype(config.token_dtype).itemsize
     if size % each:
         raise ValueError(f"{path} has {size} bytes; expected {each} for each token")
     return np.memmap(path, dtype=config.token_dtype, mode="r")

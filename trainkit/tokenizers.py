@@ -68,7 +68,7 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
     path = Path(name)
     if name == "builtin":  # 2,048 tokens, made by ci/make_vocabulary.py
         path = Path(__file__).with_name("builtin_tokenizer.json")
-    elif not path.exists():
+    elif not path.is_absolute():
         path = _download(name)
     if path.is_dir():
         path /= "tokenizer.json"

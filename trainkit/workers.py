@@ -1,5 +1,6 @@
 """The workers: what they ask of the cluster, their environment, and how each starts."""
 
+import atexit
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ import ray.train.collective
 from jax.experimental import multihost_utils
 from ray.train import ScalingConfig
 
-from trainkit import checkpoints, layers, token_files
+from trainkit import checkpoints, layers, run_log, token_files
 from trainkit.config import TrainingConfig
 
 
@@ -42,6 +43,7 @@ def settings(
     asked = scaling.total_resources
     share = scaling.min_workers / scaling.max_workers
     there = {kind: ray.cluster_resources().get(kind, 0) for kind in asked}
+    atexit.register(run_log.close_bars)
     if any(share * asked[kind] > there[kind] for kind in asked):
         print(f"The workers ask for {asked}. The cluster has {there}, so Ray waits.")
     return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
@@ -95,7 +97,7 @@ def start(settings: dict) -> TrainingConfig:
             "where the run was launched. Set it to storage that all nodes share."
         )
     if "cuda" in os.environ.get("JAX_PLATFORMS", ""):
-        use_assigned_gpus()
+        _use_assigned_gpus()
     workers = ray.train.get_context().get_world_size()
     if jax.process_count() != workers:
         raise RuntimeError(
@@ -131,7 +133,7 @@ def limit_data() -> None:
     data.execution_options.resource_limits = limits
 
 
-def use_assigned_gpus() -> None:
+def _use_assigned_gpus() -> None:
     """Let this process see the GPUs that Ray assigned to it. Call this before JAX sees one.
 
     Ray 2.60 numbers the GPUs of each worker from 0, as if each had a node of its own
