@@ -16,16 +16,15 @@ FOR_GPUS = (
 )
 # In /tmp/tpu_logs, any Ray cluster would show libtpu's as its workers'.
 NO_LOGS = {"TPU_LOG_DIR": "disabled"}
-pytestmark = pytest.mark.skipif(not find_spec("libtpu"), reason="it is for x86 only")
+LIBTPU = pytest.mark.skipif(not find_spec("libtpu"), reason="it is for x86 only")
+FOR_TPUS = (pytest.mark.slow, LIBTPU)
 
 
 @pytest.mark.parametrize(
     "run, room",
     [
         # 2.75 to 2.77; 2.96 to 2.99 with heads of 64 as the last axis (JAX 0.10, 0.12)
-        pytest.param(
-            "gpt2-124m-tpu-v6e.yaml v6e:4x4 n_layer=3", 2.87, marks=pytest.mark.slow
-        ),
+        pytest.param("gpt2-124m-tpu-v6e.yaml v6e:4x4 n_layer=3", 2.87, marks=FOR_TPUS),
         pytest.param("gpt2-124m.yaml 1xh200 batch_size=32", 14.4, marks=FOR_GPUS),
         pytest.param("gpt2-124m.yaml 8xh200 device_batch_size=15", 105, marks=FOR_GPUS),
         pytest.param("stories.yaml 4xa10g", 16.5, marks=FOR_GPUS),
@@ -62,6 +61,7 @@ print([[device.slice_index for device in row] for row in grid[:, :, 0]])
 """
 
 
+@LIBTPU
 @pytest.mark.slow
 def test_only_data_crosses_the_network_between_slices():
     said = python(SLICES, **NO_LOGS, TPU_SKIP_MDS_QUERY="1")

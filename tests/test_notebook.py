@@ -16,7 +16,7 @@ from conftest import ROOT, stop_ray
 from notebook_module import code_cells
 from samples import python
 
-NUMBER = r"\d[\d,.]*(?:e-\d+)?"
+NUMBER = r"(?<=smoke-)\w+|\d[\d,.]*(?:e-\d+)?"  # and a run's, which is in hexadecimal
 
 
 def run_notebook(folder: Path, *more_cells) -> list:

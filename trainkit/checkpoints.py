@@ -170,6 +170,6 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _staging(config: TrainingConfig) -> Path:
     """Where this worker writes a checkpoint before it is uploaded."""
-    run = config.run_path.as_posix().partition("://")[2]
+    run = config.run_path.as_posix().split("://")[-1].lstrip("/")
     rank = ray.train.get_context().get_world_rank()
     return Path(tempfile.gettempdir(), f"staging-{os.getuid()}", run, str(rank))

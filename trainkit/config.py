@@ -82,7 +82,7 @@ class TrainingConfig(RecipeConfig):
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
     run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
-    data_dir: Annotated[Folder, Field(pattern="^[^:]+$")] = "data"  # all nodes share it
+    data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
     @property

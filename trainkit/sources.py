@@ -18,16 +18,16 @@ def source_of(*functions: Callable) -> dict[str, str]:
     """The source of functions, and of what they use of the same notebook or script, by name.
 
     Comments, docstrings, and format don't count. Constants do, if their names are capitals,
-    and classes, if they have methods.
+    and classes, if they define methods.
     """
     found = {}
     remaining = list(functions)
     while remaining:
         each = inspect.unwrap(remaining.pop())
         # Python keeps the source of a cell, and a class knows it by its methods.
-        methods = [f for f in (each, *vars(each).values()) if inspect.isfunction(f)]
-        file = methods[0].__code__.co_filename if methods else ""
-        tree = ast.parse("".join(linecache.getlines(file)))
+        methods = (inspect.unwrap(f) for f in (each, *vars(each).values()))
+        files = [f.__code__.co_filename for f in methods if inspect.isfunction(f)]
+        tree = ast.parse("".join(linecache.getlines(files[0] if files else "")))
         for node in (n for n in tree.body if getattr(n, "name", "") == each.__name__):
             for part in ast.walk(node):
                 if isinstance(part, ast.FunctionDef | ast.ClassDef):
