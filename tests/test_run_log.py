@@ -15,8 +15,8 @@ from trainkit import run_log
 def test_lines_after_a_restart(small, monkeypatch, capfd):
     """Every fifth step and at a save: the last step's numbers, tokens, and the speed.
 
-    Later lines than the checkpoint's go. What `send` does with a line changes nothing, and
-    its error doesn't end the run.
+    Later lines than the checkpoint's go, and what was cut off. What `send` does with a line
+    changes nothing, and its error doesn't end the run.
     """
     now, told, sent = [100.0], [], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
@@ -27,7 +27,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
         raise ConnectionError("gone")
 
     config = small(max_steps=12, log_interval=5)
-    old = [json.dumps({"step": step}) for step in (5, 7, 10)]
+    old = [json.dumps({"step": step}) for step in (5, 7, 10)] + ["\0\0", '{"step": 1']
     config.run_path.mkdir(parents=True)
     (config.run_path / "metrics.jsonl").write_text("\n".join(old))
 

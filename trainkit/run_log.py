@@ -38,6 +38,7 @@ class RunLog:
             split = config.split(jax.device_count())
             print(f"{config.run_name} {begun} | {_format(split)}")
             lines = self._path.read_text().splitlines() if self._path.exists() else []
+            lines = [text for text in lines if text.endswith("}")]  # not those cut off
             self._lines = [text for text in lines if json.loads(text)["step"] <= step]
             self._bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self._bar.update(step)

@@ -17,8 +17,7 @@ from trainkit.config import TrainingConfig
 def source_of(*functions: Callable) -> dict[str, str]:
     """The source of functions, and of what they use of the same notebook or script, by name.
 
-    Comments, docstrings, and format don't count. Constants do, if their names are capitals,
-    and classes, if they define methods.
+    Comments, docstrings, and format don't count. CONSTANTS do, and classes with methods.
     """
     found = {}
     remaining = list(functions)
