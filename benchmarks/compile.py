@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = (change.split("=", 1) for change in arguments.changes)
     changes = {key: YAML(typ="safe", pure=True).load(text) for key, text in pairs}
-    config = trainkit.config.load_config(arguments.config, **changes)
+    config = trainkit.config.load_config(arguments.config, "storage", **changes)
     tutorial = common.load_notebook()
     devices = virtual_devices(arguments.devices, config)
     mesh = tutorial.create_mesh(config, devices)

@@ -17,7 +17,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
 
 import common
-import numpy as np
 
 from trainkit import workers
 from trainkit.config import TrainingConfig
@@ -30,12 +29,12 @@ def measure(folder: Path) -> float:
     common.start_ray(num_cpus=common.CORES)
     workers.limit_data()
     steps = range(10**6 // config.batch_size)
-    rows = np.arange(config.batch_size)
-    dataset = tutorial.make_token_dataset(config, "train", steps, rows)
-    batches = iter(dataset.iter_batches(batch_size=1, prefetch_batches=2))
+    batches = tutorial.read_batches(
+        config, tutorial.create_mesh(config), "train", steps
+    )
     next(batches)
     start = time.perf_counter()
-    tokens = sum(batch["tokens"].shape[1] * config.block_size for batch in batches)
+    tokens = sum(len(windows) * config.block_size for windows in batches)
     return tokens / (time.perf_counter() - start)
 
 

@@ -121,7 +121,7 @@ def pytorch_step(config: TrainingConfig, compiled: bool) -> Callable:
 
 def measure(path: str | None, steps: int, make_step: Callable, *arguments) -> tuple:
     """Tokens/s, MFU or 0 where it has no meaning, and the devices' name."""
-    config = load_config(path) if path else ON_CPU
+    config = load_config(path, "storage") if path else ON_CPU
     count = jax.device_count() if make_step is our_step else 1
     config = dataclasses.replace(config, batch_size=count * config.device_batch_size)
     step = make_step(config, *arguments)
@@ -149,7 +149,7 @@ def main() -> None:
     if options.original:
         rows["the original tutorial"] = original_step, options.original
     if options.config:  # each process starts with a worker's environment
-        config = load_config(options.config)
+        config = load_config(options.config, "storage")
         scaling = common.load_notebook().SCALING[config.machines]
         for name, value in workers.environment(config, scaling).items():
             os.environ[name] = os.path.expandvars(value)

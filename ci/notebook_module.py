@@ -15,8 +15,7 @@ import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "README.ipynb"
-# What cells ask the cluster and the configuration for.
-GIVEN = {"gpus": 1, "downloads": Path("downloads")}
+GIVEN = {"storage": Path("storage").resolve(), "platform": "cpu"}  # which cells choose
 
 
 def is_definition(node: ast.stmt) -> bool:

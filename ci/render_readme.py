@@ -1,5 +1,7 @@
 """Write README.md from README.ipynb, with what its cells showed in a smoke run.
 
+It also writes examples/survive.py from the cells that have the tag `survive`.
+
     python ci/render_readme.py           write it, with the outputs of the last run
     python ci/render_readme.py --run     run the notebook first, on two CPU cores, 4 minutes
     python ci/render_readme.py --check   exit 1, with a diff, if it is out of date
@@ -17,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -29,6 +32,21 @@ RAY = re.compile(
     r"^(\x1b\[\d+m)*\((RayTrainWorker |TrainController |raylet).*?\)(\x1b\[0m)? ?"
 )
 STEP = re.compile(r"^step \d+ \|")
+SURVIVE = '''"""A training run in JAX that survives: launched, saved, and restored with Ray.
+
+    python survive.py
+
+Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your data,
+step, and arrays in place of `read_points`, `descend`, and `arrays`. Run it again to continue.
+"""
+
+{}
+
+
+if __name__ == "__main__":
+    ray.init()
+    make_line_trainer("my-run", log).fit()
+'''
 
 
 def run(notebook: nbformat.NotebookNode, folder: Path) -> dict[str, dict]:
@@ -108,6 +126,16 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return nbformat.from_dict(notebook | {"cells": cells})
 
 
+def survive(notebook: nbformat.NotebookNode) -> str:
+    """The program of the cells that have the tag `survive`."""
+    cells = [c for c in notebook.cells if "survive" in c.metadata.get("tags", [])]
+    code = SURVIVE.format("\n\n".join(cell.source for cell in cells))
+    tidy = ["ruff", "format", "--stdin-filename", "survive.py", "-"]
+    return subprocess.run(
+        tidy, input=code, capture_output=True, text=True, check=True
+    ).stdout
+
+
 def to_markdown(notebook: nbformat.NotebookNode) -> str:
     """The notebook's prose and code as Markdown."""
     for cell in notebook.cells:
@@ -122,14 +150,20 @@ if __name__ == "__main__":
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     source = ROOT / "README.ipynb"
-    readme = ROOT / "README.md"
     if options.run:
         shown = run(nbformat.read(source, as_version=4), ROOT / "build/page")
         last = {"date": datetime.date.today().isoformat(), "cells": shown}
         OUTPUTS.write_text(json.dumps(last, indent=1) + "\n")
-    rendered = to_markdown(with_outputs(nbformat.read(source, as_version=4)))
-    if not options.check:
-        readme.write_text(rendered)
-    elif rendered != readme.read_text():
-        pages = [x.splitlines(keepends=True) for x in (readme.read_text(), rendered)]
-        raise SystemExit("".join(difflib.unified_diff(*pages, "README.md", "rendered")))
+    notebook = nbformat.read(source, as_version=4)
+    made = {
+        ROOT / "README.md": to_markdown(with_outputs(notebook)),
+        ROOT / "examples/survive.py": survive(notebook),
+    }
+    for path, text in made.items():
+        if not options.check:
+            path.write_text(text)
+        elif text != path.read_text():
+            pages = [x.splitlines(keepends=True) for x in (path.read_text(), text)]
+            raise SystemExit(
+                "".join(difflib.unified_diff(*pages, path.name, "rendered"))
+            )

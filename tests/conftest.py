@@ -165,7 +165,7 @@ def reference(tutorial, write_bins, tmp_path_factory):
         max_failures=2,
     )
     start_ray()
-    tutorial.make_trainer(write_bins(config)).fit()
+    tutorial.make_trainer(write_bins(config), tutorial.train_loop_per_worker).fit()
     return config
 
 

@@ -6,14 +6,18 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import ray.train
 from accidents import as_worker, assert_equal_runs, disk_of, log_of, saved, wait_for
+from conftest import ROOT
+from orbax.checkpoint import v1 as orbax
 
-from trainkit import checkpoints
+from trainkit import buckets, checkpoints, runs, token_files, workers
+from trainkit.config import TrainingConfig
 
 
 @pytest.fixture
@@ -38,9 +42,9 @@ def reports(monkeypatch):
 def play(tutorial, cluster, reports):
     """A function that runs the loop; gives the reports to Ray, (name, metrics) each."""
 
-    def run(config, send=None):
+    def run(config, send=None, tokens=None):
         reports.clear()
-        settings = {"config": asdict(config), "tokens": None}
+        settings = {"config": asdict(config), "tokens": tokens}
         try:
             as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
         finally:  # wait for the last save, which a worker's end would end
@@ -53,12 +57,16 @@ def play(tutorial, cluster, reports):
 
 @pytest.fixture
 def restore(tutorial, config, reports):
-    """A function that restores with changes, as the notebook or with another function."""
+    """A function that restores with changes, as the loop does; None if there is nothing."""
 
-    def restore_by(restore=tutorial.restore, **changes):
+    def restore_by(newest=tutorial.newest, tokens=None, **changes):
         changed = replace(config, **changes)
-        abstract = tutorial.abstract_state(changed, tutorial.create_mesh(changed))
-        return as_worker(lambda: restore(changed, abstract))
+        like = tutorial.abstract_state(changed, tutorial.create_mesh(changed))
+        path = as_worker(lambda: newest(changed.run_path))
+        if path is None:
+            return None
+        runs.check(path, {"config": asdict(changed), "tokens": tokens})
+        return tutorial.unnamed(tutorial.restore(path, tutorial.named(like)), like)
 
     return restore_by
 
@@ -122,9 +130,10 @@ def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, t
 def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
     """Though training goes on with donated buffers, which NumPy shares on a CPU."""
     assert restore() is None and not reports
+    about = {"config": asdict(config), "tokens": None}
     trained = tutorial.create_state(config)
     expected = [np.array(x) for x in jax.tree.leaves(trained)]
-    saving = tutorial.save(config, trained, 0, {})
+    saving = tutorial.save(config.run_path, tutorial.named(trained), 0, {}, about)
     for _ in range(3):
         windows = np.zeros((4, 17), np.uint16)
         trained, _ = tutorial.train_step(trained, windows, config)
@@ -141,7 +150,9 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
     play(config)
     assert restore(eval_interval=5, max_steps=99).step == 11
     newest = Path(config.run_path / "step_00000011")
-    words = f"learning_rate was 0.01, is 0.1; seed was.*\n.*{newest}.*another run_name"
+    words = (
+        f"{newest} is from another recipe.*: learning_rate was 0.01, is 0.1; seed was"
+    )
     with pytest.raises(ValueError, match=words):
         restore(learning_rate=0.1, seed=1)
     for data in newest.rglob("d/*"):
@@ -149,39 +160,103 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
         data.unlink()  # and not in place: a process that still maps it would die
         data.write_bytes(half)
     for _ in range(2):
-        with pytest.raises(Exception, match="delete its folder, and Ray's record"):
+        with pytest.raises(Exception, match=str(newest)):
             restore()
         shutil.rmtree(newest)
         newest.mkdir()  # and nothing in it
     newest.rmdir()
+    shutil.copytree(
+        config.run_path / "step_00000004", config.run_path / "step_previous"
+    )
     assert restore().step == 8
+
+
+def test_other_tokens_are_named(play, config, restore, write_bins):
+    """By what is in their files; the same contents, made again, are the same tokens."""
+    play(config, tokens=token_files.digest(config))
+    write_bins(config)
+    assert restore(tokens=token_files.digest(config)).step == 11
+    write_bins(config, val_tokens=402)
+    with pytest.raises(ValueError, match="val.bin was '401 tokens.*', is '402 tokens"):
+        restore(tokens=token_files.digest(config))
+
+
+def test_a_checkpoint_of_november_2026(tutorial, config):
+    """Which had no more than its configuration; keys come and go."""
+    path = ROOT / "tests/old/step_00000002"
+    saved = orbax.metadata(path).custom_metadata
+    config = TrainingConfig(**saved)
+    runs.check(path, {"config": asdict(config), "tokens": {"train": "any"}})
+    with pytest.raises(ValueError, match="seed was 1337, is 5"):
+        changed = asdict(replace(config, seed=5))
+        runs.check(path, {"config": changed, "tokens": None})
+    like = tutorial.abstract_state(config, jax.sharding.get_mesh())
+    state = tutorial.unnamed(tutorial.restore(path, tutorial.named(like)), like)
+    assert state.step == 2
+    sums = {name: float(abs(x).sum()) for name, x in tutorial.named(state).items()}
+    assert sums["model.wte.embedding"] == pytest.approx(9.51966381)
+    assert sums["opt_state.1.0.nu.wpe.embedding"] == pytest.approx(0.00352029)
+    model = checkpoints.load_model(
+        ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
+    )
+    assert float(abs(model.wte.embedding[...]).sum()) == pytest.approx(9.51966381)
+
+
+def test_keys_that_versions_add_and_remove(config, monkeypatch):
+    """Of a key that it lacks, a checkpoint has the default; another value is refused."""
+    saved = asdict(config) | {"removed": 3}
+    del saved["beta2"]
+    about = SimpleNamespace(custom_metadata={"config": saved, "tokens": None})
+    monkeypatch.setattr(orbax, "metadata", lambda path: about)
+    runs.check("path", {"config": asdict(config), "tokens": None})
+    changed = asdict(replace(config, beta2=0.9))
+    with pytest.raises(ValueError, match="beta2 was 0.95, is 0.9"):
+        runs.check("path", {"config": changed, "tokens": None})
+
+
+@pytest.mark.parametrize("name", ["step_00000008_2_0123abcd", "step_00000008"])
+def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypatch):
+    """Before anything is written: it would start over, beside checkpoints."""
+    (config.run_path / name).mkdir(parents=True)
+    if name == "step_00000008":  # a folder's, in a bucket
+        monkeypatch.setattr(TrainingConfig, "run_path", config.run_path)
+        config = replace(config, storage_path="s3://bucket/runs")
+    with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*copied to"):
+        runs.check_folder(config)
+
+
+def test_a_launch_without_a_name_is_refused(config, cluster):
+    """By what it calls before workers start."""
+    scaling = ray.train.ScalingConfig(num_workers=2)
+    with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
+        workers.settings(replace(config, run_name=None), scaling, None)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
     """Those with the files of all workers, whatever Ray has on record."""
     play(replace(config, max_steps=5))
-    for name, workers in zip(saved(config), (1, 2)):
-        packed = config.run_path / f"{name}_{workers}_a"
+    for name, count in zip(saved(config), (1, 2)):
+        packed = config.run_path / f"{name}_{count}_0123abcd"
         shutil.make_archive(f"{packed}/0", "tar", config.run_path / name)
         shutil.rmtree(config.run_path / name)
-    assert restore(checkpoints.restore).step == 4
+    assert restore(buckets.newest).step == 4
     with pytest.raises(ValueError, match="seed was"):
-        restore(checkpoints.restore, seed=1)
-    packed = config.run_path / "step_00000004_1_a/0.tar"
+        restore(buckets.newest, seed=1)
+    packed = config.run_path / "step_00000004_1_0123abcd/0.tar"
     packed.write_text("damaged")
-    with pytest.raises(Exception, match=f"in {packed.parent}.*delete its folder"):
-        restore(checkpoints.restore)
+    with pytest.raises(Exception, match="truncated|file could not be opened"):
+        restore(buckets.newest)
     packed.unlink()
-    assert restore(checkpoints.restore) is None
+    assert restore(buckets.newest) is None
 
 
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
     """Who has the run is named; or that the file system has no locks."""
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
+    monkeypatch.setattr(runs, "_PATIENCE", 1)
 
     def lock() -> None:
-        as_worker(lambda: checkpoints.lock_run(config))
-        checkpoints._lock.release()
+        as_worker(lambda: runs.lock(config))
+        runs._lock.release()
 
     lock()
     words = f"run_name: .*/run is in use by process {os.getpid()} .* delete .*/lock"

@@ -27,7 +27,7 @@ def test_kuberay_nodes_are_those_that_the_notebook_asks_for(tutorial):
     assert (topology, group["numOfHosts"]) == (scaling.topology, scaling.num_workers)
     assert limits["google.com/tpu"] == str(scaling.resources_per_worker["TPU"])
 
-    config = load_config(ROOT / "configs/gpt2-7b-gpu.yaml")
+    config = load_config(ROOT / "configs/gpt2-7b-gpu.yaml", "storage")
     run_from_guide(f'SCALING["{config.machines}"]', vars(tutorial))
     scaling = tutorial.SCALING[config.machines]
     (_, _, limits), _ = workers_of("kuberay-gpu.yaml")

@@ -1,6 +1,7 @@
 """Step 2: documents become tokens, in order and all of them; what is refused."""
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import ray.data
 import tiktoken
 
-from trainkit import corpus, token_files
+from trainkit import corpus, token_files, tokenizers
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def gpt2(small):
 
 @pytest.fixture
 def prepare(tutorial, cluster):
-    """`corpus.write` with the notebook's `tokenize_all`."""
-    return partial(corpus.write, tokenize=tutorial.tokenize_all)
+    """`corpus.write` with the notebook's `tokenize`."""
+    return partial(corpus.write, tokenize=tutorial.tokenize)
 
 
 def nothing_in(config) -> bool:
@@ -47,13 +48,25 @@ def from_rows(*rows: dict) -> list[ray.data.Dataset]:
     return [ray.data.from_items([*rows])] * 2
 
 
-def few() -> list[ray.data.Dataset]:
+def few(downloads: str = "") -> list[ray.data.Dataset]:
     return from_rows({"text": "to be"}, {"text": "or not"})
 
 
-def tokenize_to(made):
-    """Makes this of each document."""
-    return lambda documents, config: documents.map(lambda row: made)
+GIVEN = []  # what the next two functions return
+
+
+def given(downloads: str):
+    return GIVEN[0]
+
+
+def tokenize_to(row: dict, config):
+    return config.made
+
+
+def with_tokens(config, made):
+    """A configuration of which `tokenize_to` makes this of each document."""
+    object.__setattr__(config, "made", made)
+    return config
 
 
 def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
@@ -64,10 +77,11 @@ def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     options = {"data_files": f"{tmp_path}/a.jsonl", "cache_dir": f"{tmp_path}/cache"}
     pages = datasets.load_dataset("json", split="train", **options)
     parts = pages.train_test_split(test_size=0.05, seed=2357, shuffle=True)
-    manifest = prepare(gpt2(), lambda: parts)
+    GIVEN[:] = [parts]
+    manifest = prepare(gpt2(), given)
     assert written(gpt2()) == [encode(part["text"]) for part in parts.values()]
     assert manifest["documents"] == {"train": 950, "val": 50}
-    (read, _) = corpus.documents(gpt2(), lambda: (pages, pages))
+    (read, _) = corpus.documents(gpt2(), lambda downloads: (pages, pages))
     assert read.materialize().num_blocks() == 2
 
 
@@ -80,13 +94,14 @@ def test_builtin_text_byte_for_byte(gpt2, prepare):
 
 
 def test_documents_keep_their_order(gpt2, cluster):
-    def one(row: dict) -> dict:
+    def one(row: dict, config) -> dict:
         time.sleep(0.2 if int(row["text"]) < 10 else 0)  # the first of four blocks
         return {"tokens": np.uint16(row["text"]).tobytes()}
 
     numbers = ray.data.range(40, override_num_blocks=4)
     part = numbers.map(lambda row: {"text": str(row["id"])})
-    corpus.write(gpt2(), lambda: [part, part], lambda part, config: part.map(one))
+    GIVEN[:] = [[part, part]]
+    corpus.write(gpt2(), given, one)
     assert written(gpt2()) == [[*range(40)]] * 2
 
 
@@ -97,8 +112,9 @@ def test_documents_keep_their_order(gpt2, cluster):
 )  # fmt: skip
 def test_what_is_no_text_is_named(gpt2, prepare, rows):
     words = f"expected a string in a column text, found {rows[-1]}"
+    GIVEN[:] = [from_rows(*rows)]
     with pytest.raises(ray.exceptions.RayTaskError, match=words):
-        prepare(gpt2(), lambda: from_rows(*rows))
+        prepare(gpt2(), given)
     assert nothing_in(gpt2())
 
 
@@ -115,56 +131,74 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
 def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
     errors = (ray.exceptions.RayTaskError, KeyError, TypeError, ValueError)
     with pytest.raises(errors, match=words):
-        corpus.write(gpt2(), few, tokenize_to(made))
+        corpus.write(with_tokens(gpt2(), made), few, tokenize_to)
 
 
 def test_too_few_documents_or_windows(gpt2, cluster):
     """Tokens that a smaller batch can use stay."""
-    nine = tokenize_to({"tokens": b"\1\0" * 9})
+    config, larger = (
+        with_tokens(gpt2(batch_size=size), {"tokens": b"\1\0" * 9}) for size in (1, 18)
+    )
+    GIVEN[:] = [[few()[0], few()[1].limit(0)]]
     with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
-        corpus.write(gpt2(), lambda: [few()[0], few()[1].limit(0)], nine)
-    assert nothing_in(gpt2())
+        corpus.write(config, given, tokenize_to)
+    assert nothing_in(config)
     with pytest.raises(ValueError, match="{'train': 17, 'val': 17} windows.* 18 of"):
-        corpus.write(gpt2(batch_size=18), few, nine)
-    assert corpus.write(gpt2(), few, nine)["documents"] == {"train": 2, "val": 2}
+        corpus.write(larger, few, tokenize_to)
+    found = corpus.write(config, few, tokenize_to)
+    assert found["documents"] == {"train": 2, "val": 2}
 
 
 def test_a_dataset_has_two_parts(gpt2, cluster):
     """Train comes first, in whatever order a library names its splits."""
     make = datasets.Dataset.from_dict
     named = {name: make({"text": [name]}) for name in ("a", "train")}
-    first, second = corpus.documents(gpt2(), lambda: named)
+    first, second = corpus.documents(gpt2(), lambda downloads: named)
     assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": "a"}]]
     with pytest.raises(ValueError, match="few has 1 parts, not 2"):
-        corpus.documents(gpt2(), lambda: few()[:1])
+        corpus.documents(gpt2(), lambda downloads: few()[:1])
 
 
-def test_two_preparations_at_once(gpt2, tutorial, cluster):
+def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
     """Both succeed: the one that ends later uses the files of the other."""
     manifests = []
 
-    def tokenize(documents, config):
+    def slow(row: dict, config) -> dict:
+        tokenizer = tokenizers.load(config.tokenizer)
+        tokens = [*tokenizer.encode_ordinary(row["text"]), tokenizer.eot_token]
+        return {"tokens": np.array(tokens, config.token_dtype).tobytes()}
+
+    new_folder = token_files.new_folder
+
+    def late(folder):
         if not manifests:
             manifests.append("the other has begun")
-            manifests.append(corpus.write(config, few, tokenize))
-        return tutorial.tokenize_all(documents, config)
+            manifests.append(corpus.write(gpt2(), few, slow))
+        return new_folder(folder)
 
-    assert corpus.write(gpt2(), few, tokenize) == manifests[1]
+    monkeypatch.setattr(token_files, "new_folder", late)
+    assert corpus.write(gpt2(), few, slow) == manifests[1]
     assert written(gpt2()) == [encode(["to be", "or not"])] * 2
     assert len([*Path(gpt2().data_dir).parent.glob("data*")]) == 1
 
 
-def test_tokens_that_were_made_in_another_way_are_refused(gpt2, prepare, monkeypatch):
-    """With the lines that differ; a run with another seed uses the tokens, unread."""
+def test_tokens_that_were_made_in_another_way_are_refused(
+    gpt2, prepare, monkeypatch, capsys
+):
+    """With the lines that differ; a run with another seed uses the tokens, unread, and a line
+    says what they are. Of tokens of an earlier version, only the sources aren't compared."""
     manifest = prepare(gpt2(), few)
     with monkeypatch.context() as patch:
         patch.setattr(corpus, "documents", None)
+        capsys.readouterr()
         assert prepare(gpt2(seed=2), few) == manifest
+        said = r"data is used again: {'train': 6, 'val': 6} tokens, made 20.* by few and tok"
+        assert re.search(said, capsys.readouterr().out)
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
-        corpus.write(gpt2(), few, encode)  # in place of `tokenize_all`
+        corpus.write(gpt2(), few, encode)  # in place of `tokenize`
     lines = str(error.value).splitlines()
     assert "-    tokenizer = tokenizers.load(config.tokenizer)" in lines
-    assert "+    encoding = tiktoken.get_encoding('gpt2')" in lines
+    assert '+    encoding = tiktoken.get_encoding("gpt2")' in lines
     for changes, line in (
         ({"dataset": "many"}, "dataset: few"),
         ({"tokenizer": "builtin"}, "tokenizer: gpt2 of tiktoken"),
@@ -172,11 +206,39 @@ def test_tokens_that_were_made_in_another_way_are_refused(gpt2, prepare, monkeyp
     ):
         with pytest.raises(FileExistsError, match=f"\n-{line}\n"):
             prepare(gpt2(**changes), few)
+    old = {"tokens": manifest["tokens"], "largest_id": manifest["largest_id"]}
+    old["made_from"] = [
+        *manifest["made_from"][:3],
+        "few:",
+        "def few():",
+        "    return 1",
+    ]
+    (Path(gpt2().data_dir) / "manifest.json").write_text(json.dumps(old))
+    assert prepare(gpt2(), few) == old
+    with pytest.raises(FileExistsError, match="\n-dataset: few\n"):
+        prepare(gpt2(dataset="many"), few)
+
+
+def factory(n):
+    def made(downloads: str):
+        return few()[:n]
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "function", [partial(few, "a"), lambda downloads: few(), factory(2), print]
+)
+def test_what_cant_be_compared_next_time_is_refused(gpt2, prepare, function):
+    """A partial, a lambda, what uses values of an enclosing function, or has no source."""
+    with pytest.raises(ValueError, match="can't be compared.*give it a name with def"):
+        prepare(gpt2(), function)
+    assert nothing_in(gpt2())
 
 
 def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
     config = write_bins(small())
-    prepare = partial(corpus.write, tokenize=tutorial.tokenize_all)
+    prepare = partial(corpus.write, tokenize=tutorial.tokenize)
     assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
     assert "no manifest: taken for tokens of gpt2" in capsys.readouterr().out
     token_files.path_of(config, "val").unlink()

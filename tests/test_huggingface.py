@@ -95,7 +95,9 @@ def test_weights_that_are_others_are_refused(tutorial, small, folder, change, me
 
 def test_the_shape_of_a_run_is_that_of_its_weights(folder):
     path = ROOT / "configs/gpt2-finetune.yaml"
-    config = trainkit.config.load_config(path, init_from=os.path.relpath(folder))
+    config = trainkit.config.load_config(
+        path, "storage", init_from=os.path.relpath(folder)
+    )
     assert {key: getattr(config, key) for key in ODD} == ODD
     assert config.init_from == str(folder)  # wherever the workers run
 

@@ -1,9 +1,10 @@
 """Step 2: the folder of token files, what is refused, and the order of their windows."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from samples import python
@@ -74,9 +75,22 @@ def test_a_digest_tells_tokens_from_others(small, write_bins):
         token_files.digest(config)
     changes = ({}, {"seed": 1}, {"val_tokens": 402}, {})
     found = [token_files.digest(write_bins(config, **each)) for each in changes]
-    assert len({*found}) == 3 and found[0] == found[3]
+    assert found[0]["train"].startswith("2,001 tokens, ") and found[0] == found[3]
+    assert found[0]["train"] != found[1]["train"] and found[0]["val"] != found[2]["val"]
+    # A cut file, and one other token of a file that is read whole, whatever a manifest says
     (Path(config.data_dir) / "manifest.json").write_text("{}")
-    assert token_files.digest(config) == hashlib.sha256(b"{}").hexdigest()
+    path = token_files.path_of(config, "train")
+    for place in (1_999, 3_000_000, 7_999_998):
+        path.write_bytes(bytes(8_000_000))
+        before = token_files.digest(config)["train"]
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\1")
+        assert token_files.digest(config)["train"] != before
+    path.write_bytes(bytes(200_000_000))  # of which samples are read
+    before = token_files.digest(config)["train"]
+    path.write_bytes(bytes(200_000_002))
+    assert token_files.digest(config)["train"] != before
 
 
 @pytest.mark.parametrize("tokens, windows", [(17, 1), (32, 1), (33, 2), (48, 2)])
@@ -105,11 +119,18 @@ def test_each_window_once_an_epoch(small, write_bins):
 
 
 def test_steps_keep_their_order(tutorial, cluster, small, write_bins):
-    """And have the rows of a worker."""
-    config, rows = write_bins(small()), np.array([1, 3])
-    dataset = tutorial.make_token_dataset(config, "train", range(7, 70), rows)
-    for step, row in enumerate(dataset.iter_rows(), 7):
-        expected = token_files.read(config, "train", step, rows)
-        assert row["step"] == step
-        np.testing.assert_array_equal(row["tokens"], expected, strict=True)
+    """On the devices of the mesh."""
+    config, mesh = write_bins(small()), jax.sharding.get_mesh()
+    batches = tutorial.read_batches(config, mesh, "train", range(7, 70))
+    for step, batch in enumerate(batches, 7):
+        expected = token_files.read(config, "train", step, np.arange(4))
+        np.testing.assert_array_equal(batch, expected, strict=True)
     assert step == 69
+
+
+def test_a_worker_reads_the_rows_that_its_devices_hold(tutorial):
+    """Each once, though devices on other axes hold the same ones."""
+    held = {0: (slice(2, 4), slice(None)), 1: (slice(2, 4), slice(None))}
+    held[2] = (slice(0, 1), slice(None))
+    sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: held)
+    assert tutorial.rows_of_this_worker(sharding, (6, 17)).tolist() == [0, 2, 3]

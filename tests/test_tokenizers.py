@@ -22,7 +22,7 @@ def change(path: Path, end: str | None = None, **changes) -> None:
     path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def documents() -> list[ray.data.Dataset]:
+def documents(downloads: str) -> list[ray.data.Dataset]:
     return [ray.data.from_items([{"text": text} for text in TEXTS])] * 2
 
 
@@ -65,13 +65,16 @@ def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path):
     theirs.add_tokens([f"<{i}>" for i in range(66_000)])
     theirs.save(str(path))
     before = ours.identity(str(path))
-    change(path, end="<65999>")
+    settings = json.dumps(
+        {"eos_token": "<65999>"}
+    )  # beside the same file, in one process
+    path.with_name("tokenizer_config.json").write_text(settings)
     assert ours.identity(str(path)) != before
     found = ours.load(str(path))
     assert found.eot_token == 66_299 not in found.encode_ordinary("words <65999>")
     few = {"batch_size": 1, "block_size": 4, "eval_steps": 1, "dataset": "few"}
     config = small(tokenizer=str(tmp_path), vocab_size=66_300, **few)
-    corpus.write(config, documents, tutorial.tokenize_all)
+    corpus.write(config, documents, tutorial.tokenize)
     ids = [[*found.encode_ordinary(text), 66_299] for text in TEXTS]
     assert np.fromfile(f"{config.data_dir}/val.bin", "uint32").tolist() == sum(ids, [])
 

@@ -31,7 +31,8 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins):
     head.wait_for_nodes()
     model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_steps": 1}
     config = small(machines="v6e_4x4", max_steps=2, **model)
-    trainer = tutorial.make_trainer(write_bins(config, val_tokens=1_001))
+    write_bins(config, val_tokens=1_001)
+    trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
     variables = trainer.run_config.worker_runtime_env["env_vars"]
     variables["JAX_PLATFORMS"] = "cpu"
     variables["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"

@@ -33,7 +33,7 @@ from conftest import ROOT, start_ray, stop_ray
 from moto.server import ThreadedMotoServer
 from samples import losses_alone, run_from_guide
 
-from trainkit import checkpoints
+from trainkit import buckets, checkpoints, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -48,7 +48,9 @@ def evaluate(tutorial, config, model) -> float:
 def goes_on_alone(tutorial, config) -> None:
     """One worker restores what two saved at the end."""
     abstract = tutorial.abstract_state(config, jax.sharding.get_mesh())
-    state = as_worker(partial(tutorial.restore, config, abstract))
+    search = buckets.newest if "://" in config.storage_path else tutorial.newest
+    path = as_worker(partial(search, config.run_path))
+    state = tutorial.unnamed(tutorial.restore(path, tutorial.named(abstract)), abstract)
     last = log_of(config)[-1]
     assert state.step == last["step"]
     loss = evaluate(tutorial, config, state.model)
@@ -72,7 +74,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
     # The model in the best is the one that was evaluated.
     checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(tutorial.create_model, checkpoint)
+    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
     assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
     goes_on_alone(tutorial, config)
 
@@ -105,13 +107,13 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
     the driver dies, while a checkpoint is written. A checkpoint is deleted, and then Ray's
     record emptied, as a full disk does: Ray refuses both. Without a record, the run goes on.
     """
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
+    monkeypatch.setattr(runs, "_PATIENCE", 1)
     head.add_node(num_cpus=3)  # room for one worker and its data tasks, as on the head
     head.wait_for_nodes()
     config = replace(reference, run_name="accidents")
     refused = tmp_path / "refused"
     driver = DRIVER.format(head.address, str(refused), asdict(config))
-    trainer = tutorial.make_trainer(config)
+    trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
     second = partial(trainer.train_loop_per_worker, trainer.train_loop_config)
 
     def writing(count: int) -> bool:
@@ -147,9 +149,10 @@ def test_one_accident_after_the_other(tutorial, reference, head, tmp_path, monke
     for words, harm in harms.items():
         harm()
         with pytest.raises(Exception, match=words):
-            tutorial.make_trainer(config).fit()
+            tutorial.make_trainer(config, tutorial.train_loop_per_worker).fit()
     record.unlink()
-    assert tutorial.make_trainer(config).fit().metrics["step"] == config.max_steps
+    result = tutorial.make_trainer(config, tutorial.train_loop_per_worker).fit()
+    assert result.metrics["step"] == config.max_steps
     assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
     assert_equal_runs(config, reference)
 
@@ -242,11 +245,9 @@ def test_object_store(tutorial, reference, bucket, tmp_path, monkeypatch):
     """
     changes = {"run_name": "a run", "max_steps": 24, "storage_path": bucket, "fsdp": 2}
     config = replace(reference, **changes, max_failures=0)
-    monkeypatch.setattr(tutorial, "save", checkpoints.save)
-    monkeypatch.setattr(tutorial, "restore", checkpoints.restore)
 
     def uploading() -> bool:  # another checkpoint than the first
-        place = f"staging-*/models{tmp_path}/a run/1/step_00000016_*"
+        place = f"checkpoints-*/models{tmp_path}/a run/1/step_00000016_*"
         second = any(Path(tempfile.gettempdir()).glob(place))
         return second and (config.run_path / RECORD).exists()
 
@@ -271,7 +272,7 @@ def test_object_store(tutorial, reference, bucket, tmp_path, monkeypatch):
     found = {int(Path(x.path).name[5:13]) for x, _ in result.best_checkpoints}
     assert found == {24, *best}
     checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(tutorial.create_model, checkpoint)
+    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
     assert model.config == config
     goes_on_alone(tutorial, config)
 

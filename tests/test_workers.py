@@ -39,6 +39,7 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
 
         hardware_utils.has_visible_nvidia_gpu = lambda: True
         xla_bridge.register_backend_factory("cuda", start_cuda, priority=500)
+        tutorial.use_assigned_gpus()
         trainkit.workers.start(settings)
 
     config = write_bins(small(machines="two_gpus"))
@@ -51,11 +52,11 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
 
 def test_driver_leaves_accelerators_to_the_workers():
     """Its first cells limit JAX to CPUs; a JAX that is there already may have them."""
-    cells = "\n".join(cell.source for cell in code_cells()[:2])
+    cells = "\n".join(cell.source for cell in code_cells()[:3])
     asked = python(f"{cells}\nprint(jax.config.jax_platforms)", JAX_PLATFORMS=None)
     assert asked == "cpu\n"
     with pytest.raises(AssertionError, match="jax is imported already: restart"):
-        python("import jax, trainkit; trainkit.set_up_driver()", JAX_PLATFORMS=None)
+        python(f"import jax\n{cells}", JAX_PLATFORMS=None)
 
 
 SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
@@ -105,7 +106,7 @@ def test_what_the_cluster_lacks_is_said(
     for workers, words in (((4, 8), "^$"), (8, "ask for .*8.*cluster has .*4")):
         scaling = ScalingConfig(num_workers=workers)  # 4 are there
         monkeypatch.setitem(tutorial.SCALING, "many", scaling)
-        trainer = tutorial.make_trainer(config)
+        trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
         assert re.search(words, capsys.readouterr().out)
     assert trainer.run_config.failure_config.controller_failure_limit == 60  # minutes
 
@@ -114,7 +115,7 @@ def test_what_the_cluster_lacks_is_said(
 def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
     """Other tokens on its node, and workers that don't see one another."""
     config = write_bins(small(max_failures=0))
-    trainer = tutorial.make_trainer(config)
+    trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
     trainer.backend_config = JaxConfig()
     with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
         trainer.fit()
@@ -134,13 +135,3 @@ def test_a_dataset_that_may_not_read_ahead_waits(cluster):
         used = time.process_time()
         time.sleep(2)
     assert time.process_time() - used < 1
-
-
-def test_the_configuration_that_fits(monkeypatch):
-    resources = {}
-    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
-    monkeypatch.delenv("GPT2_CONFIG", raising=False)  # of ci/
-    names = {"CPU": "smoke", "GPU": "stories", "TPU": "stories-tpu-v6e"}
-    for kind, name in names.items():
-        resources[kind] = 1.0
-        assert trainkit.workers.default_config() == f"configs/{name}.yaml"

@@ -6,9 +6,10 @@ token_files   train.bin and val.bin, and the order of their windows
 huggingface   published weights in, the trained model out
 corpus        documents into token files
 layers        attention's kernels, the loss in parts, scanned blocks
-checkpoints   one launch at a time, the recipe's check, and buckets
+runs          what a launch continues, one at a time
+buckets       checkpoints in a bucket
+checkpoints   the model in a checkpoint
 workers       environment, the right GPUs, how each starts
-sources       the source of the notebook's functions, which names a run
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """
@@ -18,22 +19,20 @@ import sys
 
 
 def set_up_driver() -> None:
-    """Prepare this process, before JAX and Ray are imported, to start or join a cluster.
+    """Prepare this process, before Ray is imported, to start or join a cluster.
 
     Raises:
-        RuntimeError: JAX was imported before, and may have claimed this machine's devices.
+        RuntimeError: JAX was imported before it was told to see CPUs only, and may have claimed
+            this machine's devices.
     """
-    if "jax" in sys.modules and os.environ.get("JAX_PLATFORMS") != "cpu":
+    if "jax" in sys.modules and sys.modules["jax"].config.jax_platforms != "cpu":
         raise RuntimeError("jax is imported already: restart the kernel, run all cells")
-    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
     # Calls between workers don't go through an HTTP proxy.
     os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
     by_jax = r"JAX distributed service|JAX detected|Initialized JAX|\[Gloo\] R|preemption_sync"
-    by_ray = "Requesting resources|Attempting to start|Reporting t|PreemptionWatcher"
+    by_ray = "Reporting t|PreemptionWatcher|Error during JAX distributed shutdown"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", f"{by_jax}|{by_ray}")
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
-    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
-    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # to notice a dead worker

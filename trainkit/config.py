@@ -4,9 +4,11 @@ The defaults are GPT-2 small with nanoGPT's recipe:
 https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
+import builtins
 import dataclasses
 import math
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,7 +42,7 @@ _STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
-    dataset: str = "openwebtext"  # a name in DATASETS, in the notebook's step 2
+    dataset: str = "openwebtext"  # the name of a function in the notebook's step 3
     tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
@@ -69,7 +71,7 @@ class TrainingConfig(RecipeConfig):
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
     scan_layers: bool = False  # one compiled block in a loop: for many layers
 
-    machines: str = "gpu"  # the name of an entry of SCALING in the notebook's step 6
+    machines: str = "gpu"  # the name of an entry of SCALING in the notebook's step 1
     device_batch_size: PositiveInt = 32  # windows that a device takes at once, at most
     fsdp: PositiveInt = 1  # mesh axes; the data axis takes what these two leave
     tensor_parallel: PositiveInt = 1
@@ -81,7 +83,7 @@ class TrainingConfig(RecipeConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: str | None = None  # None: one with a fingerprint, as step 6 makes it
+    run_name: str | None = None  # None: see load_config
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
@@ -135,10 +137,16 @@ class TrainingConfig(RecipeConfig):
         }
 
 
-def load_config(path: str | Path, **changes) -> TrainingConfig:
+def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig:
     """The configuration in the YAML file `path`, with `changes` on top of it.
 
-    `init_from` brings the shape of the model, and `tokenizer` its `vocab_size`.
+    `init_from` brings the shape of the model, and `tokenizer` its `vocab_size`. In a person's
+    kernel, a run without a `run_name` gets one of the file's name, the date, and the time. A
+    job or a script that is tried again would get another name, and start over, so there it
+    stays None, with which nothing can be launched.
+
+    Args:
+        root: where runs and tokens are kept, unless `data_dir` and `storage_path` say else.
 
     Raises:
         ValueError: a key is unknown or has a value that doesn't fit.
@@ -155,9 +163,11 @@ def load_config(path: str | Path, **changes) -> TrainingConfig:
     if tokenizer != RecipeConfig.tokenizer:
         dataset = f"{dataset}-{Path(tokenizer).stem}"
         values.setdefault("vocab_size", tokenizers.load(tokenizer).n_vocab)
-    shared = Path("/mnt/cluster_storage")  # which Anyscale mounts on every node
-    root = shared / "gpt2" if shared.is_dir() else Path("storage").resolve()
     places = {"data_dir": f"{root}/data/{dataset}", "storage_path": f"{root}/runs"}
+    in_kernel = hasattr(builtins, "__IPYTHON__")
+    if in_kernel and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # Ray's, in a job
+        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]  # to the millisecond
+        places["run_name"] = f"{Path(path).stem}-{now}"
     try:
         return TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:

@@ -1,10 +1,11 @@
 """From documents to token files: Ray Data reads and tokenizes, and `write` keeps the order."""
 
 import difflib
-import hashlib
+import inspect
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,7 +19,6 @@ from tqdm import tqdm
 
 from trainkit import token_files, tokenizers
 from trainkit.config import TrainingConfig
-from trainkit.sources import source_of
 
 
 def help_pages() -> list[str]:
@@ -32,14 +32,22 @@ def help_pages() -> list[str]:
     return [page for page in pages if page]
 
 
-def builtin() -> datasets.DatasetDict:
+def builtin(downloads: str) -> datasets.DatasetDict:
     """Python's help pages: nine tenths to train on, and one to validate with."""
     pages = datasets.Dataset.from_dict({"text": help_pages()})
     return pages.train_test_split(test_size=0.1, seed=2357)
 
 
+def tinystories(downloads: str) -> list[datasets.Dataset]:
+    """The first 1.25 of 2.1 million stories for children: about 270 million tokens."""
+    name, splits = "roneneldan/TinyStories", ["train[:1250000]", "validation"]
+    return datasets.load_dataset(name, split=splits, cache_dir=downloads)
+
+
 def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
-    """The two datasets that `dataset()` gives, of Ray or of Hugging Face's library.
+    """The two datasets that `dataset(downloads)` gives, of Ray or of Hugging Face's library.
+
+    `downloads` is a folder beside `config.data_dir`, which all nodes see.
 
     Raises:
         ValueError: there aren't two, or the tokenizer changes one of the first hundred texts;
@@ -51,7 +59,7 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
             raise ValueError(f"expected a string in a column text, found {row!r:.200}")
         return {"text": row["text"]}
 
-    made = dataset()
+    made = dataset(f"{config.data_dir}-downloads")
     if isinstance(made, dict):  # of splits, in whatever order
         made = [made[split] for split in sorted(made, key="train".__ne__)]
     parts = [_to_ray(part).map(check) for part in made]
@@ -72,23 +80,29 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
 def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict:
     """Make `config.data_dir` of documents, in their order; return its manifest.
 
+    If `data_dir` has tokens that these functions made, they are used again.
+
     Args:
-        dataset: as for `documents`. It isn't called if `data_dir` has its tokens.
-        tokenize: `tokenize(documents, config)` gives a dataset with a column `tokens`, a
-            document's as the bytes of numbers of `config.token_dtype`.
+        dataset: as for `documents`.
+        tokenize: `tokenize({"text": ...}, config)` returns `{"tokens": ...}`, the bytes of
+            numbers of `config.token_dtype`. Ray Data maps it over the documents.
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: as `documents` and `token_files.check`, or one part has no documents.
+        ValueError: as `documents` and `token_files.check`, or one part has no documents, or
+            the source of a function can't be compared with that of the next time.
     """
-    if manifest := _existing(config, dataset, tokenize):
+    made_from = _describe(config, dataset, tokenize)
+    if manifest := _existing(config, made_from):
         return manifest
-    manifest = {"made_from": _describe(config, dataset, tokenize)}
+    by = f"{dataset.__name__} and {tokenize.__name__}"
+    manifest = {"made": f"{time.strftime('%Y-%m-%d %H:%M')} by {by}"}
+    manifest["made_from"] = made_from
     parts = documents(config, dataset)
     try:
         with token_files.new_folder(config.data_dir) as folder:
             for split, part in zip(token_files.SPLITS, parts):
-                made = tokenize(part, config)
+                made = part.map(tokenize, fn_kwargs={"config": config})
                 found = _append(folder / f"{split}.bin", made, config.token_dtype)
                 for key, value in found.items():
                     manifest.setdefault(key, {})[split] = value
@@ -98,7 +112,9 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
             raise  # or else another process was faster
-    return _existing(config, dataset, tokenize)
+        return _existing(config, made_from)
+    token_files.check(config, manifest)
+    return manifest
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
@@ -121,7 +137,7 @@ def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
     return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
 
 
-def _existing(config: TrainingConfig, *functions: Callable) -> dict | None:
+def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
     """The manifest of the tokens in `config.data_dir`; None if they are still to be made."""
     folder = Path(config.data_dir)
     names = {path.name for path in folder.glob("*")}
@@ -130,10 +146,17 @@ def _existing(config: TrainingConfig, *functions: Callable) -> dict | None:
     if not {"train.bin", "val.bin"} <= names:
         raise FileExistsError(f"data_dir: {folder} has no train.bin or no val.bin")
     if "manifest.json" not in names:
-        print(f"{folder} has no manifest: taken for tokens of {config.tokenizer}")
-        return {"tokens": token_files.check(config)}
+        tokens = token_files.check(config)
+        print(
+            f"{folder} has no manifest: {tokens} tokens, taken for {config.tokenizer}'s"
+        )
+        return {"tokens": tokens}
     manifest = json.loads((folder / "manifest.json").read_text())
-    was, now = manifest["made_from"], _describe(config, *functions)
+    was, now = manifest["made_from"], made_from
+    if (
+        "made" not in manifest
+    ):  # before December 2026, sources were written in another way
+        was, now = was[:3], now[:3]
     if was != now:
         lines = difflib.unified_diff(was, now, "was", "is", lineterm="", n=1)
         raise FileExistsError(
@@ -142,6 +165,8 @@ def _existing(config: TrainingConfig, *functions: Callable) -> dict | None:
             "folder:\n" + "\n".join(lines)
         )
     token_files.check(config, manifest)
+    made = manifest.get("made", "by an earlier version")
+    print(f"{folder} is used again: {manifest['tokens']} tokens, made {made}")
     return manifest
 
 
@@ -150,17 +175,15 @@ def _append(path: Path, tokenized: Dataset, dtype: str) -> dict:
     tokenized.context.enable_progress_bars = False
     tokenized.context.execution_options.preserve_order = True
     found = {"documents": 0, "tokens": 0, "largest_id": 0}
-    hashed = hashlib.sha256()
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
             ids = np.frombuffer(b"".join(rows["tokens"].to_pylist()), dtype)
             file.write(ids)
-            hashed.update(ids)
             found["documents"] += len(rows)
             found["tokens"] += len(ids)
             found["largest_id"] = max(found["largest_id"], int(ids.max()))
             bar.update(len(rows))
-    return found | {"sha256": hashed.hexdigest()}
+    return found
 
 
 def _describe(config: TrainingConfig, *functions: Callable) -> list[str]:
@@ -170,6 +193,25 @@ def _describe(config: TrainingConfig, *functions: Callable) -> list[str]:
         f"tokenizer: {tokenizers.identity(config.tokenizer)}",
         f"dtype: {config.token_dtype}",
     ]
-    for name, source in sorted(source_of(*functions).items()):
-        lines += [f"{name}:", *source.splitlines()]
+    for function in functions:
+        lines += _source(function).splitlines()
     return lines
+
+
+def _source(function: Callable) -> str:
+    """The source of a function, as Python has it.
+
+    Raises:
+        ValueError: it isn't all that decides what the function does, or Python has none.
+    """
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):  # a partial, an object, a cell that begins with %%time
+        source = ""
+    is_lambda = getattr(function, "__name__", "") == "<lambda>"
+    if not source or is_lambda or getattr(function, "__closure__", None):
+        raise ValueError(
+            f"{function!r:.200} can't be compared with what made the tokens: give it a name "
+            "with def, in a cell that begins with nothing else, and outside of functions"
+        )
+    return source

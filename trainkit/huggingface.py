@@ -15,7 +15,7 @@ from flax import nnx
 from huggingface_hub import snapshot_download
 from safetensors.numpy import load_file, save_file
 
-from trainkit import layers, token_files, tokenizers
+from trainkit import token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 _SIZES = {"block_size": "n_positions"}  # ours: theirs
@@ -105,11 +105,11 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
 def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
     """The parameters as tensors under the names of Hugging Face, without padding."""
     parts = defaultdict(dict)
-    for name, x in layers.named(model).items():
-        *modules, module, leaf = name.split(".")
+    for path, x in nnx.to_flat_state(nnx.state(model)):
+        *modules, module, leaf = map(str, path)
         theirs = "c_attn" if module in ("query", "key", "value") else module
         kind = "bias" if leaf == "bias" else "weight"
-        parts[".".join([*modules, theirs, kind])][module] = x
+        parts[".".join([*modules, theirs, kind])][module] = x[...]
     for name, found in parts.items():
         qkv = [found[part] for part in ("query", "key", "value") if part in found]
         parts[name] = jnp.concatenate(qkv or [*found.values()], axis=-1)

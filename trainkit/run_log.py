@@ -34,7 +34,10 @@ class RunLog:
         self._recent = {}
         self._bar = None
         if ray.train.get_context().get_world_rank() == 0:
-            begun = f"continues at step {step}" if step else "is new"
+            begun = "is new; with this run_name, a launch continues it"
+            if step:
+                begun = f"continues at step {step}, with the same settings and tokens; "
+                begun += "code isn't compared"
             split = config.split(jax.device_count())
             print(f"{config.run_name} {begun} | {_format(split)}")
             lines = self._path.read_text().splitlines() if self._path.exists() else []

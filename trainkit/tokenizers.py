@@ -14,6 +14,7 @@ import tiktoken
 import tokenizers
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which end a text
+_SETTINGS = "tokenizer_config.json"  # beside a tokenizer.json
 
 
 class HuggingFaceTokenizer:
@@ -34,7 +35,7 @@ class HuggingFaceTokenizer:
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # in a text, they are text
         self.n_vocab = max(self.tokenizer.get_vocab().values()) + 1
-        settings = path.with_name("tokenizer_config.json")
+        settings = path.with_name(_SETTINGS)
         found = json.loads(settings.read_text()) if settings.exists() else {}
         end = found.get("eos_token")
         ends = [end["content"] if isinstance(end, dict) else end] if end else _ENDS
@@ -72,7 +73,9 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
         path = _download(name)
     if path.is_dir():
         path /= "tokenizer.json"
-    return _open(path, path.stat().st_mtime_ns)
+    settings = path.with_name(_SETTINGS)
+    changed = [x.stat().st_mtime_ns for x in (path, settings) if x.exists()]
+    return _open(path, *changed)
 
 
 def identity(name: str) -> str:
@@ -89,11 +92,11 @@ def _download(name: str) -> Path:
     """The folder with the tokenizer of a model on the hub."""
     from huggingface_hub import snapshot_download  # slow, and needed here only
 
-    files = ["tokenizer.json", "tokenizer_config.json"]
+    files = ["tokenizer.json", _SETTINGS]
     return Path(snapshot_download(name, allow_patterns=files))
 
 
 @functools.lru_cache(8)
-def _open(path: Path, modified_ns: int) -> HuggingFaceTokenizer:
-    """The tokenizer in a file, which was modified at that time."""
+def _open(path: Path, *changed_ns: int) -> HuggingFaceTokenizer:
+    """The tokenizer in a file, as it and its settings were when they last changed."""
     return HuggingFaceTokenizer(path)

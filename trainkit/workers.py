@@ -1,6 +1,7 @@
 """The workers: what they ask of the cluster, their environment, and how each starts."""
 
 import atexit
+import faulthandler
 import logging
 import os
 import socket
@@ -15,15 +16,8 @@ import ray.train.collective
 from jax.experimental import multihost_utils
 from ray.train import ScalingConfig
 
-from trainkit import checkpoints, layers, run_log, token_files
+from trainkit import layers, run_log, runs, token_files
 from trainkit.config import TrainingConfig
-
-
-def default_config() -> str:
-    """What GPT2_CONFIG says, or what fits the cluster's TPUs, its GPUs, or two CPU cores."""
-    names = {"TPU": "stories-tpu-v6e", "GPU": "stories"}
-    fitting = [names[kind] for kind in names if kind in ray.cluster_resources()]
-    return os.environ.get("GPT2_CONFIG") or f"configs/{[*fitting, 'smoke'][0]}.yaml"
 
 
 def settings(
@@ -33,8 +27,10 @@ def settings(
 
     Raises:
         FileNotFoundError: there are no tokens.
-        ValueError: the workers can't share a batch, or `create_state(config)` fails.
+        ValueError: the run couldn't be continued, the workers can't share a batch, or
+            `create_state(config)` fails.
     """
+    runs.check_folder(config)
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
     step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
     for workers in range(scaling.min_workers, scaling.max_workers + 1, step):
@@ -81,6 +77,8 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
 def start(settings: dict) -> TrainingConfig:
     """Start as one of the workers; only one launch has the run, with the same tokens on all.
 
+    From here on, a worker that hangs for `stall_timeout_s` ends, and prints where.
+
     Args:
         settings: those of the function `settings`; without token files, `tokens` is None.
 
@@ -89,16 +87,19 @@ def start(settings: dict) -> TrainingConfig:
         ValueError: this node has other tokens, or devices that can't share a batch.
     """
     config = TrainingConfig(**settings["config"])
-    checkpoints.lock_run(config)
+    runs.lock(config)
     ray.train.collective.barrier()  # for as long as it takes, where JAX would give up
-    if settings["tokens"] and token_files.digest(config) != settings["tokens"]:
-        raise ValueError(
-            f"data_dir: on {socket.gethostname()}, {config.data_dir} holds other tokens than "
-            "where the run was launched. Set it to storage that all nodes share."
-        )
-    if "cuda" in os.environ.get("JAX_PLATFORMS", ""):
-        _use_assigned_gpus()
-    workers = ray.train.get_context().get_world_size()
+    faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True)  # see RunLog
+    context = ray.train.get_context()
+    if settings["tokens"] and context.get_local_rank() == 0:  # once for each node
+        found = token_files.digest(config)
+        if found != settings["tokens"]:
+            raise ValueError(
+                f"data_dir: on {socket.gethostname()}, {config.data_dir} holds {found}, and "
+                f"where the run was launched {settings['tokens']}. Set it to storage that all "
+                "nodes share."
+            )
+    workers = context.get_world_size()
     if jax.process_count() != workers:
         raise RuntimeError(
             f"JAX sees {jax.process_count()} of {workers} workers. On CPUs, pass "
@@ -131,16 +132,3 @@ def limit_data() -> None:
     # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.
     limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
     data.execution_options.resource_limits = limits
-
-
-def _use_assigned_gpus() -> None:
-    """Let this process see the GPUs that Ray assigned to it. Call this before JAX sees one.
-
-    Ray 2.60 numbers the GPUs of each worker from 0, as if each had a node of its own
-    (docs/upstream.md). A Ray that numbers them in another way is left alone.
-    """
-    assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    from_zero = ",".join(map(str, range(len(assigned))))
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == from_zero:
-        ids = sorted(assigned, key=lambda gpu: (len(gpu), gpu))  # 2 before 10
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)

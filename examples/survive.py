@@ -1,0 +1,174 @@
+"""A training run in JAX that survives: launched, saved, and restored with Ray.
+
+    python survive.py
+
+Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your data,
+step, and arrays in place of `read_points`, `descend`, and `arrays`. Run it again to continue.
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; workers have their own
+os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only once
+
+import faulthandler
+import logging
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray.train
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from orbax.checkpoint import v1 as orbax
+from ray.train import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    collective,
+)
+from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+anyscale = Path("/mnt/cluster_storage")
+storage = anyscale / "gpt2" if anyscale.is_dir() else Path("storage").resolve()
+
+
+@jax.jit
+def descend(line: jax.Array, x: jax.Array, y: jax.Array) -> tuple:
+    """One step of gradient descent for the line [slope, intercept], and its loss before."""
+
+    def mean_squared_error(line):
+        return jnp.mean((line[0] * x + line[1] - y) ** 2)
+
+    loss, gradient = jax.value_and_grad(mean_squared_error)(line)
+    return line - 0.3 * gradient, loss
+
+
+SCALING = {
+    "cpu": ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+    "gpu": ScalingConfig(num_workers=1, use_gpu=True),  # as many as you have GPUs
+    "v6e_4x4": ScalingConfig(  # a TPU slice: 4 hosts with 4 chips each
+        num_workers=4,
+        use_tpu=True,
+        topology="4x4",
+        accelerator_type="TPU-V6E",
+        resources_per_worker={"TPU": 4},
+    ),
+}
+
+scaling = SCALING["cpu"]  # or "gpu", or "v6e_4x4"
+platform = "tpu" if scaling.use_tpu else "cuda" if scaling.use_gpu else "cpu"
+
+
+def connect(scaling: ScalingConfig) -> JaxConfig:
+    """Lets Ray connect the workers into one JAX program, on CPUs, too."""
+    return JaxConfig(use_tpu=scaling.use_tpu, use_gpu=not scaling.use_tpu)
+
+
+def use_assigned_gpus() -> None:
+    """Shows JAX the GPUs of this worker; does nothing on CPUs and TPUs."""
+    if gpus := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+def read_points(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """This worker's share of the 64 points of a step, whenever that step runs."""
+    x = np.random.default_rng(step).uniform(-1, 1, 64).astype(np.float32)
+    mine = np.split(x, jax.process_count())[jax.process_index()]
+    return mine, 3 * mine + 1
+
+
+def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
+    """Start to save the arrays, on all workers. `about` is for whoever restores them."""
+    path = folder / f"step_{step:08d}"
+    saving = orbax.save_async(path, arrays, custom_metadata=about)
+
+    def wait_until_written(checkpoint, name):
+        saving.result()
+        return checkpoint
+
+    ray.train.report(
+        metrics,
+        checkpoint=ray.train.Checkpoint(path),
+        checkpoint_dir_name=path.name,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=wait_until_written,
+        delete_local_checkpoint_after_upload=False,  # there is no other copy
+    )
+    return saving
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, the same on all workers; None if there is none."""
+    name = None
+    if ray.train.get_context().get_world_rank() == 0:  # one worker searches
+        names = [path.name for path in folder.glob("step_*")]
+        name = max(filter(re.compile(r"step_\d{8}").fullmatch, names), default=None)
+    name = collective.broadcast_from_rank_zero(name)
+    return name and folder / name
+
+
+def restore(path: Path, like: dict) -> dict:
+    """The arrays of a checkpoint, with the shapes and shardings of `like`."""
+    return orbax.load(path, like)
+
+
+def fit_line_and_survive(settings: dict, log) -> None:
+    faulthandler.dump_traceback_later(600, exit=True)
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
+    use_assigned_gpus()
+    mesh = Mesh(jax.devices(), "data")
+    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    folder = Path(settings["folder"])
+
+    step, saving = 0, None
+    arrays = {"line": jax.jit(lambda: jnp.zeros(2), out_shardings=whole)()}
+    if path := newest(folder):
+        arrays, step = restore(path, arrays), int(path.name[-8:])
+    if ray.train.get_context().get_world_rank() == 0:
+        print(f"continues at step {step}" if step else "starts at step 0")
+    while step < settings["steps"]:
+        step += 1
+        local = read_points(step)
+        x, y = (jax.make_array_from_process_local_data(divided, a) for a in local)
+        arrays["line"], loss = descend(arrays["line"], x, y)
+        log(folder, step, float(loss))
+        if step % 8 == 0:
+            if saving:
+                saving.result()  # one at a time
+            saving = save(folder, arrays, step, {"loss": float(loss)})
+        faulthandler.dump_traceback_later(600, exit=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def log(folder: Path, step: int, loss: float) -> None:
+    """Print and keep the loss of a step, on the first worker."""
+    if ray.train.get_context().get_world_rank() == 0:
+        print(f"step {step} | loss {loss:.6f}")
+        with (folder / "losses.csv").open("a") as file:
+            print(step, loss, sep=",", file=file)
+
+
+def make_line_trainer(name: str, log) -> JaxTrainer:
+    return JaxTrainer(
+        partial(fit_line_and_survive, log=log),
+        train_loop_config={"folder": str(storage / name), "steps": 24},
+        scaling_config=scaling,
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(storage),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),  # the newest two
+            failure_config=FailureConfig(max_failures=3),  # then `fit` raises
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
+            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": platform}},
+        ),
+        jax_config=connect(scaling),
+    )
+
+
+if __name__ == "__main__":
+    ray.init()
+    make_line_trainer("my-run", log).fit()

@@ -1,0 +1,111 @@
+"""Checkpoints in a bucket, with the names and arguments of the notebook's functions.
+
+In a bucket nothing can be renamed, so a checkpoint there is one tar file of each worker, and
+whole if it has the files of all workers, whose number is in its name.
+"""
+
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import uuid
+from pathlib import Path
+
+import ray.train
+from etils import epath
+from orbax.checkpoint import v1 as orbax
+from pyarrow import fs
+from ray.train import Checkpoint, collective
+
+NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, attempt
+
+
+def newest(folder: epath.PathLike) -> Path | None:
+    """A copy of the run's newest whole checkpoint, on this node; None if there is none.
+
+    The first worker searches, and one worker of each node downloads. Other checkpoints' copies
+    are deleted.
+    """
+    context = ray.train.get_context()
+    shutil.rmtree(_staging(folder), ignore_errors=True)  # of a worker that was killed
+    files, root = fs.FileSystem.from_uri(os.fspath(folder))
+    name = None
+    if context.get_world_rank() == 0:
+        found = files.get_file_info(
+            fs.FileSelector(root, recursive=True, allow_not_found=True)
+        )
+        names = [Path(x.path).parent.name for x in found if x.path.endswith(".tar")]
+        named = filter(None, map(NAME.fullmatch, {*names}))
+        whole = [x[0] for x in named if names.count(x[0]) == int(x[1])]
+        name = max(whole, default=None)
+    name = collective.broadcast_from_rank_zero(name)
+    if name is None:
+        return None
+    copy = _copy(folder)
+    if context.get_local_rank() == 0:
+        shutil.rmtree(copy, ignore_errors=True)
+        for each in files.get_file_info(fs.FileSelector(f"{root}/{name}")):
+            with files.open_input_stream(each.path) as stream:
+                with tarfile.open(fileobj=stream, mode="r|") as packed:
+                    packed.extractall(copy / name, filter="data")
+    collective.barrier()
+    return copy / name
+
+
+def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=None):
+    """Start to save the arrays, on all workers; Ray records them once they are uploaded."""
+    context = ray.train.get_context()
+    if context.get_local_rank() == 0:
+        shutil.rmtree(_copy(folder), ignore_errors=True)  # restored, and of no more use
+    options = orbax.Context()
+    options.multiprocessing.primary_host = None  # each worker makes its own folders
+    options.asynchronous.create_directories_asynchronously = False
+    options.array.saving.use_ocdbt = False  # whose files have one name on all workers
+    options.array.saving.use_replica_parallel = False
+    # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
+    name = f"step_{step:08d}_{context.get_world_size()}_{uuid.uuid4().hex[:8]}"
+    local = _staging(folder) / name
+    with options:
+        checkpointer = orbax.training.Checkpointer(local)
+        saving = checkpointer.save_async(step, arrays, custom_metadata=about)
+    packed = f"{context.get_world_rank()}.tar"
+
+    def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        saving.result()
+        checkpointer.close()
+        with tarfile.open(local / packed, "w") as tar:
+            tar.add(local / str(step), ".")
+        files, root = fs.FileSystem.from_uri(os.fspath(folder))
+        place = f"{root}/{name}"
+        fs.copy_files(
+            os.fspath(local / packed), f"{place}/{packed}", destination_filesystem=files
+        )
+        shutil.rmtree(local)
+        return Checkpoint(place, files)
+
+    ray.train.report(
+        metrics,
+        checkpoint=Checkpoint(local),
+        checkpoint_dir_name=name,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=pack_and_upload,
+        delete_local_checkpoint_after_upload=False,
+    )
+    return saving
+
+
+def _place(folder: epath.PathLike) -> Path:
+    """This user's folder on this node for a run's checkpoints."""
+    run = os.fspath(folder).split("://")[-1].lstrip("/")
+    return Path(tempfile.gettempdir(), f"checkpoints-{os.getuid()}", run)
+
+
+def _copy(folder: epath.PathLike) -> Path:
+    """What this node's workers restore."""
+    return _place(folder) / "newest"
+
+
+def _staging(folder: epath.PathLike) -> Path:
+    """Where this worker writes a checkpoint before it is uploaded."""
+    return _place(folder) / str(ray.train.get_context().get_world_rank())

@@ -1,0 +1,114 @@
+"""What a run is: its name, its folder for one launch at a time, and what it continues with.
+
+The notebook's `newest`, `save`, and `restore` know nothing of recipes and launches. A launch
+calls `check_folder` before workers start, `lock` on the first worker, and `check` between
+`newest` and `restore`.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+
+import ray.train
+from etils import epath
+from filelock import FileLock, Timeout
+from orbax.checkpoint import v1 as orbax
+
+from trainkit import buckets
+from trainkit.config import RecipeConfig, TrainingConfig
+
+_PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
+_lock: FileLock | None = None  # held until this process ends, however it does
+
+
+def check_folder(config: TrainingConfig) -> None:
+    """Refuse a launch that couldn't continue its run, before anything is written.
+
+    Raises:
+        ValueError: the run has no name, or its checkpoints have the form of another storage.
+    """
+    if config.run_name is None:
+        raise ValueError(
+            "run_name: a job or a script has none, so a second try would start over. Add a "
+            "line such as 'run_name: my-run' to its configuration."
+        )
+    is_bucket = "://" in config.storage_path
+    form = r"step_\d{8}" if is_bucket else buckets.NAME
+    names = [path.name for path in config.run_path.glob("step_*")]
+    if other := [name for name in names if re.fullmatch(form, name)]:
+        here, there = ("a bucket", "a folder")[:: 1 if is_bucket else -1]
+        raise ValueError(
+            f"storage_path: {config.run_path} has {other[0]}, a checkpoint that was written "
+            f"to {there} and copied to {here}, where it can't be read. Continue the run where "
+            "it was, or choose another run_name."
+        )
+
+
+def check(path: epath.PathLike, settings: Mapping) -> None:
+    """Refuse to continue with a checkpoint of another recipe or of other tokens.
+
+    A key that the checkpoint lacks had its default then; one that no longer exists is ignored.
+
+    Args:
+        path: the checkpoint's folder.
+        settings: those of `workers.settings`, as the checkpoint's own are.
+
+    Raises:
+        ValueError: key by key, what it was, and what it is.
+    """
+    saved = orbax.metadata(path).custom_metadata
+    # Before December 2026, a checkpoint had no more than the configuration.
+    config, tokens = saved.get("config", saved), saved.get("tokens") or {}
+    was = {field.name: field.default for field in dataclasses.fields(RecipeConfig)}
+    was |= {key: value for key, value in config.items() if key in was}
+    was |= {f"{split}.bin": contents for split, contents in tokens.items()}
+    now = TrainingConfig(**settings["config"]).recipe
+    now |= {f"{split}.bin": x for split, x in (settings["tokens"] or {}).items()}
+    differing = [
+        f"{key} was {was[key]!r}, is {value!r}"
+        for key, value in now.items()
+        if was.get(key, value) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"run_name: {path} is from another recipe or other tokens: "
+            f"{'; '.join(differing)}. Choose another run_name, or undo the change."
+        )
+
+
+def lock(config: TrainingConfig) -> None:
+    """Keep other launches out of the run's folder, on the first worker, until it ends.
+
+    Raises:
+        RuntimeError: workers of another launch have the run.
+    """
+    global _lock
+    if "://" in config.storage_path or ray.train.get_context().get_world_rank():
+        return  # an object store has no locks
+    config.run_path.mkdir(parents=True, exist_ok=True)
+    file = config.run_path / "lock"
+    holder = config.run_path / "locked-by.txt"
+    _lock = FileLock(file, fallback_to_soft=False)
+    try:
+        with contextlib.suppress(Timeout):
+            _lock.acquire(timeout=1)
+        if not _lock.is_locked:
+            print(f"{config.run_path} is locked: waiting for {_PATIENCE} s at most")
+            _lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        raise RuntimeError(
+            f"run_name: {config.run_path} is in use by {holder.read_text()}. Wait for it, end "
+            f"it, or choose another run_name. If that worker doesn't live, delete {file}."
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        print(f"{config.run_path} has no locks: don't launch this run twice ({error})")
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    holder.write_text(f"{place}, since {time.ctime()}")
