@@ -23,13 +23,7 @@ import numpy as np
 import ray.train
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
-from ray.train import (
-    CheckpointConfig,
-    FailureConfig,
-    RunConfig,
-    ScalingConfig,
-    collective,
-)
+from ray.train import ScalingConfig, collective
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 anyscale = Path("/mnt/cluster_storage")
@@ -157,11 +151,13 @@ def make_line_trainer(name: str, log) -> JaxTrainer:
         partial(fit_line_and_survive, log=log),
         train_loop_config={"folder": str(storage / name), "steps": 24},
         scaling_config=scaling,
-        run_config=RunConfig(
+        run_config=ray.train.RunConfig(
             name=name,
             storage_path=str(storage),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),  # the newest two
-            failure_config=FailureConfig(max_failures=3),  # then `fit` raises
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=2
+            ),  # the newest two
+            failure_config=ray.train.FailureConfig(max_failures=3),  # then `fit` raises
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": {"JAX_PLATFORMS": platform}},
         ),

@@ -13,7 +13,9 @@ from ray.cluster_utils import Cluster
 from samples import python
 
 UV = "import os, sys; os.execvp('uv', ['uv', 'run', '--no-sync', '--offline', *sys.argv[1:]])"
-PROGRAM = "\n".join(cell.source for cell in code_cells()[:7])  # step 1, and once more
+CELLS = code_cells()
+LAST = [cell.id for cell in CELLS].index("step-1-fit")
+PROGRAM = "\n".join(cell.source for cell in CELLS[: LAST + 1])  # and once more
 PROGRAM += """
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
