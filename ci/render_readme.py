@@ -36,9 +36,15 @@ SURVIVE = '''"""A training run in JAX that survives: launched, saved, and restor
 
     python survive.py
 
-Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your data,
-step, and arrays in place of `read_points`, `descend`, and `arrays`. Run it again to continue.
+Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
+your step, and your data in place of `create_line`, `line_step`, and `read_points`. Another
+name makes another run; the same name continues.
 """
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; workers have devices of their own
+os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only once
 
 {}
 

@@ -2,17 +2,21 @@
 
     python survive.py
 
-Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your data,
-step, and arrays in place of `read_points`, `descend`, and `arrays`. Run it again to continue.
+Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
+your step, and your data in place of `create_line`, `line_step`, and `read_points`. Another
+name makes another run; the same name continues.
 """
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; workers have their own
+os.environ["JAX_PLATFORMS"] = (
+    "cpu"  # of this process; workers have devices of their own
+)
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only once
 
 import faulthandler
 import logging
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -20,6 +24,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import ray.train
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
@@ -29,21 +34,37 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 anyscale = Path("/mnt/cluster_storage")
 storage = anyscale / "gpt2" if anyscale.is_dir() else Path("storage").resolve()
 
+optimizer = optax.sgd(0.3, momentum=0.5)
+
+
+def create_line() -> dict:
+    line = jnp.zeros(2)  # slope and intercept
+    return {"line": line, "momentum": optimizer.init(line)}
+
 
 @jax.jit
-def descend(line: jax.Array, x: jax.Array, y: jax.Array) -> tuple:
-    """One step of gradient descent for the line [slope, intercept], and its loss before."""
+def line_step(state: dict, x: jax.Array, y: jax.Array) -> tuple[dict, jax.Array]:
+    """The next state, and the mean squared error of the line before."""
 
     def mean_squared_error(line):
         return jnp.mean((line[0] * x + line[1] - y) ** 2)
 
-    loss, gradient = jax.value_and_grad(mean_squared_error)(line)
-    return line - 0.3 * gradient, loss
+    loss, gradient = jax.value_and_grad(mean_squared_error)(state["line"])
+    updates, momentum = optimizer.update(gradient, state["momentum"])
+    line = optax.apply_updates(state["line"], updates)
+    return {"line": line, "momentum": momentum}, loss
+
+
+def read_points(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """This process's share of the points of a step, whenever that step runs."""
+    x = np.random.default_rng(step).uniform(-1, 1, 64).astype(np.float32)
+    mine = np.split(x, jax.process_count())[jax.process_index()]
+    return mine, 3 * mine + 1
 
 
 SCALING = {
     "cpu": ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-    "gpu": ScalingConfig(num_workers=1, use_gpu=True),  # as many as you have GPUs
+    "gpu": ScalingConfig(num_workers=1, use_gpu=True),  # one worker for each GPU
     "v6e_4x4": ScalingConfig(  # a TPU slice: 4 hosts with 4 chips each
         num_workers=4,
         use_tpu=True,
@@ -52,31 +73,21 @@ SCALING = {
         resources_per_worker={"TPU": 4},
     ),
 }
-
-scaling = SCALING["cpu"]  # or "gpu", or "v6e_4x4"
+scaling = SCALING["cpu"]  # of steps 1 and 2
 platform = "tpu" if scaling.use_tpu else "cuda" if scaling.use_gpu else "cpu"
 
 
 def connect(scaling: ScalingConfig) -> JaxConfig:
-    """Lets Ray connect the workers into one JAX program, on CPUs, too."""
     return JaxConfig(use_tpu=scaling.use_tpu, use_gpu=not scaling.use_tpu)
 
 
 def use_assigned_gpus() -> None:
-    """Shows JAX the GPUs of this worker; does nothing on CPUs and TPUs."""
     if gpus := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def read_points(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """This worker's share of the 64 points of a step, whenever that step runs."""
-    x = np.random.default_rng(step).uniform(-1, 1, 64).astype(np.float32)
-    mine = np.split(x, jax.process_count())[jax.process_index()]
-    return mine, 3 * mine + 1
-
-
 def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
-    """Start to save the arrays, on all workers. `about` is for whoever restores them."""
+    """Start to save the arrays, on all workers. `about` is kept with them, as JSON."""
     path = folder / f"step_{step:08d}"
     saving = orbax.save_async(path, arrays, custom_metadata=about)
 
@@ -98,7 +109,7 @@ def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint, the same on all workers; None if there is none."""
     name = None
-    if ray.train.get_context().get_world_rank() == 0:  # one worker searches
+    if ray.train.get_context().get_world_rank() == 0:
         names = [path.name for path in folder.glob("step_*")]
         name = max(filter(re.compile(r"step_\d{8}").fullmatch, names), default=None)
     name = collective.broadcast_from_rank_zero(name)
@@ -110,32 +121,45 @@ def restore(path: Path, like: dict) -> dict:
     return orbax.load(path, like)
 
 
+def named(tree) -> dict[str, jax.Array]:
+    """The arrays of a pytree by name, such as momentum.0.trace."""
+    name = partial(jax.tree_util.keystr, simple=True, separator=".")
+    arrays = jax.tree.leaves_with_path(tree)
+    return {name(path).removesuffix(".value"): x for path, x in arrays}
+
+
+def unnamed(arrays: dict[str, jax.Array], like):
+    """The pytree of the form of `like` that has these arrays."""
+    values = [arrays[name] for name in named(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), values)
+
+
 def fit_line_and_survive(settings: dict, log) -> None:
     faulthandler.dump_traceback_later(600, exit=True)
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     use_assigned_gpus()
     mesh = Mesh(jax.devices(), "data")
-    whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    folder = Path(settings["folder"])
+    to_array = partial(
+        jax.make_array_from_process_local_data, NamedSharding(mesh, P("data"))
+    )
+    whole = NamedSharding(mesh, P())  # a copy on each device
+    state = jax.jit(create_line, out_shardings=whole)()
 
-    step, saving = 0, None
-    arrays = {"line": jax.jit(lambda: jnp.zeros(2), out_shardings=whole)()}
+    folder, step, saving = Path(settings["folder"]), 0, None
     if path := newest(folder):
-        arrays, step = restore(path, arrays), int(path.name[-8:])
-    if ray.train.get_context().get_world_rank() == 0:
-        print(f"continues at step {step}" if step else "starts at step 0")
+        state = unnamed(restore(path, named(state)), state)
+        step = int(path.name[-8:])
+        if ray.train.get_context().get_world_rank() == 0:
+            print(f"continues at step {step}")
     while step < settings["steps"]:
+        state, loss = line_step(state, *map(to_array, read_points(step)))
         step += 1
-        local = read_points(step)
-        x, y = (jax.make_array_from_process_local_data(divided, a) for a in local)
-        arrays["line"], loss = descend(arrays["line"], x, y)
-        log(folder, step, float(loss))
-        if step % 8 == 0:
+        log(folder, step, float(loss))  # in a real run, not each step: it waits
+        if step % 8 == 0 or step == settings["steps"]:
             if saving:
                 saving.result()  # one at a time
-            saving = save(folder, arrays, step, {"loss": float(loss)})
+            saving = save(folder, named(state), step, {"loss": float(loss)})
         faulthandler.dump_traceback_later(600, exit=True)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def log(folder: Path, step: int, loss: float) -> None:
@@ -154,10 +178,8 @@ def make_line_trainer(name: str, log) -> JaxTrainer:
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=str(storage),
-            checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=2
-            ),  # the newest two
-            failure_config=ray.train.FailureConfig(max_failures=3),  # then `fit` raises
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),  # then fit() raises
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": {"JAX_PLATFORMS": platform}},
         ),

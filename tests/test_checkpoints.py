@@ -195,7 +195,7 @@ def test_a_checkpoint_of_november_2026(tutorial, config):
     assert state.step == 2
     sums = {name: float(abs(x).sum()) for name, x in tutorial.named(state).items()}
     assert sums["model.wte.embedding"] == pytest.approx(9.51966381)
-    assert sums["opt_state.1.0.nu.wpe.embedding"] == pytest.approx(0.00352029)
+    assert sums["opt_state.1.0.nu.wpe.embedding"] == pytest.approx(0.003520297)
     model = checkpoints.load_model(
         ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
     )

@@ -240,7 +240,7 @@ def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
     config = write_bins(small())
     prepare = partial(corpus.write, tokenize=tutorial.tokenize)
     assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
-    assert "no manifest: taken for tokens of gpt2" in capsys.readouterr().out
+    assert "no manifest: {'train': 2001, 'val': 401} tokens" in capsys.readouterr().out
     token_files.path_of(config, "val").unlink()
     with pytest.raises(FileExistsError, match="no train.bin or no val.bin"):
         prepare(config, few)

@@ -52,7 +52,7 @@ def test_two_workers_of_a_node_take_two_gpus(tutorial, cluster, small, write_bin
 
 def test_driver_leaves_accelerators_to_the_workers():
     """Its first cells limit JAX to CPUs; a JAX that is there already may have them."""
-    cells = "\n".join(cell.source for cell in code_cells()[:3])
+    cells = "\n".join(cell.source for cell in code_cells()[:2])
     asked = python(f"{cells}\nprint(jax.config.jax_platforms)", JAX_PLATFORMS=None)
     assert asked == "cpu\n"
     with pytest.raises(AssertionError, match="jax is imported already: restart"):

@@ -19,14 +19,15 @@ import sys
 
 
 def set_up_driver() -> None:
-    """Prepare this process, before Ray is imported, to start or join a cluster.
+    """Prepare this process, before JAX and Ray are imported, to start or join a cluster.
 
     Raises:
-        RuntimeError: JAX was imported before it was told to see CPUs only, and may have claimed
-            this machine's devices.
+        RuntimeError: JAX was imported before, and may have claimed this machine's devices.
     """
-    if "jax" in sys.modules and sys.modules["jax"].config.jax_platforms != "cpu":
+    if "jax" in sys.modules and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise RuntimeError("jax is imported already: restart the kernel, run all cells")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     # Calls between workers don't go through an HTTP proxy.
     os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.

@@ -10,6 +10,7 @@ import shutil
 import tarfile
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import ray.train
@@ -18,7 +19,14 @@ from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 from ray.train import Checkpoint, collective
 
+from trainkit.config import TrainingConfig
+
 NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, attempt
+
+
+def choose(config: TrainingConfig, *functions: Callable) -> tuple[Callable, ...]:
+    """`newest` and `save` for a folder, which are given, or those for a bucket."""
+    return (newest, save) if "://" in config.storage_path else functions
 
 
 def newest(folder: epath.PathLike) -> Path | None:

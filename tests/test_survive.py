@@ -1,0 +1,63 @@
+"""examples/survive.py, the page's steps 1 and 2 as one file, in an empty folder."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pandas as pd
+import psutil
+import pytest
+from accidents import wait_for
+from conftest import ROOT
+
+ENVIRONMENT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_ADDRESS": "local"}
+
+
+def workers_of(driver: int) -> list[psutil.Process]:
+    """The workers of a run, which are processes of Ray, as its driver's descendants."""
+    found = []
+    for process in psutil.Process(driver).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "RayTrainWorker" in process.name() + " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+@pytest.mark.slow
+def test_a_worker_and_then_the_driver_are_killed(tmp_path):
+    """Each time, the run continues from its newest checkpoint, with the same losses."""
+    program = (ROOT / "examples/survive.py").read_text()
+    assert program.count('"steps": 24') == 1
+    program = program.replace('"steps": 24', '"steps": 200')
+    pause = "        if step % 8 == 0:"  # or the run would be over before it is killed
+    assert program.count(pause) == 1
+    program = program.replace(pause, f"        __import__('time').sleep(0.02)\n{pause}")
+    (tmp_path / "mine.py").write_text(program)
+    folder = tmp_path / "storage/my-run"
+
+    def saved() -> int:
+        return max((int(p.name[5:]) for p in folder.glob("step_????????")), default=0)
+
+    command = [sys.executable, "mine.py"]
+    options = {"cwd": tmp_path, "env": os.environ | ENVIRONMENT, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **options) as driver:
+        try:
+            wait_for(lambda: saved() >= 16, what="two checkpoints")
+            workers_of(driver.pid)[-1].send_signal(signal.SIGKILL)
+            wait_for(lambda: saved() >= 64, what="more of them")
+            left = psutil.Process(driver.pid).children(recursive=True)
+        finally:
+            driver.kill()
+    for process in left:  # a driver that is killed leaves them
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0 and "continues at step" in done.stdout, done.stdout
+    losses = pd.read_csv(folder / "losses.csv", names=["step", "loss"])
+    begun = losses.step[losses.step.diff() != 1].tolist()
+    assert len(begun) == 3 and all(step % 8 == 1 for step in begun)
+    assert losses.step.iloc[-1] == 200 == losses.step.nunique()
+    assert losses.groupby("step").loss.nunique().max() == 1
