@@ -165,7 +165,7 @@ def fit_line_and_survive(settings: dict, log) -> None:
 def log(folder: Path, step: int, loss: float) -> None:
     """Print and keep the loss of a step, on the first worker."""
     if ray.train.get_context().get_world_rank() == 0:
-        print(f"step {step} | loss {loss:.6f}")
+        print(f"step {step} | loss {loss:.3g}")
         with (folder / "losses.csv").open("a") as file:
             print(step, loss, sep=",", file=file)
 

@@ -1,27 +1,27 @@
 """The notebook as a script, run as a Ray job, with the commands that the guide gives."""
 
+import contextlib
 import re
 import shutil
+import subprocess
 
+import psutil
 import pytest
 import ray
+from accidents import in_the_background, wait_for
 from conftest import ROOT, stop_ray
 from ruamel.yaml import YAML
 from samples import python
 
 
-@pytest.mark.extra
-def test_notebook_runs_as_a_job(tmp_path):
+@pytest.fixture
+def submit(tmp_path):
+    """A function that runs the guide's commands, with changes of the smoke configuration."""
     folder, storage = tmp_path / "tutorial", tmp_path / "storage"
     for name in ("configs", "trainkit"):
         shutil.copytree(ROOT / name, folder / name)
     for name in (".gitignore", "README.ipynb"):  # Ray leaves out what the first names
         shutil.copy(ROOT / name, folder)
-    settings = YAML().load((ROOT / "configs/smoke.yaml").read_text())
-    settings |= {"max_steps": 6, "eval_interval": 3, "run_name": "job"}
-    settings |= {"data_dir": f"{storage}/data", "storage_path": f"{storage}/runs"}
-    YAML().dump(settings, folder / "configs/books.yaml")
-
     guide, words = (ROOT / "docs/guide.md").read_text(), "jupyter nbconvert --to"
     (commands,) = re.findall(rf"```bash\n({words}.*?)```", guide, re.DOTALL)
     stop_ray()
@@ -32,9 +32,34 @@ def test_notebook_runs_as_a_job(tmp_path):
     wait = f"for _ in {{1..20}}; do RAY_AUTH_MODE=token {ready} && break; done\n"
     shell = "import os, sys; os.execvp('bash', ['bash', '-ec', *sys.argv[1:]])"
     ours = {"RAY_ADDRESS": None, "RAY_AUTH_MODE": None}  # which `ray.init` sets here
-    said = python(shell, wait + commands, cwd=folder, **ours)
+
+    def submit(**changes) -> str:
+        settings = YAML().load((ROOT / "configs/smoke.yaml").read_text()) | changes
+        settings |= {"data_dir": f"{storage}/data", "storage_path": f"{storage}/runs"}
+        YAML().dump(settings, folder / "configs/books.yaml")
+        return python(shell, wait + commands, cwd=folder, **ours)
+
+    yield submit
     stop_ray()
-    assert "step 6 | " in said
+
+
+@pytest.mark.extra
+def test_a_job_that_is_killed_and_tried_again_continues(submit, tmp_path):
+    """Its run needs a name, without which it would start over."""
+    with pytest.raises(AssertionError, match="run_name: a job or a script has none"):
+        submit()
+    run = tmp_path / "storage/runs/job"
+    changes = {"run_name": "job", "max_steps": 300, "eval_interval": 50}
+    changes["log_interval"] = 10
+    with in_the_background(lambda: submit(**changes)) as finish:
+        wait_for((run / "step_00000050").exists, what="a checkpoint")
+        for process in psutil.process_iter(["cmdline"]):
+            if "train.py" in (process.info["cmdline"] or []):
+                process.kill()
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            finish()
+    said = submit(**changes)
+    assert "job continues at step" in said and "step 300 | " in said
     # No aside: neither step 1's program, which reports this, nor the kill's run.
-    assert "'points in a batch': 64" not in said
-    assert [*storage.glob("runs/*/step_*6")] == [storage / "runs/job/step_00000006"]
+    assert "points read" not in said
+    assert [path.parent.name for path in run.parent.glob("*/step_*300")] == ["job"]

@@ -97,19 +97,55 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
             assert page == ours or same, cell.id
 
 
+def edited(name: str, *edits: tuple[str, str]):
+    """A cell of the notebook, with edits, to run once more."""
+    (cell,) = [cell for cell in code_cells() if cell.id == name]
+    for old, new in edits:
+        assert old in cell.source
+        cell.source = cell.source.replace(old, new)
+    cell.id = f"{name}-{len(str(edits))}"
+    return cell
+
+
+TEXTS = """
+    rows = [{"text": f"%s {i}"} for i in range(2_000)]
+    return [ray.data.from_items(rows)] * 2"""
+
+
 @pytest.mark.extra
-def test_change_a_line_and_run_again(tmp_path):
-    """In the same kernel: another model trains from its first step."""
-    again = cells_of_a_job()
+def test_what_is_edited_is_what_runs(tmp_path):
+    """In one kernel: all cells twice, and then an edited cell and the one that uses it."""
     line = "load_config(config_path, storage)"
-    changed = "load_config(config_path, storage, n_embd=32, max_steps=20)"
+    short = "load_config(config_path, storage, n_embd=32, max_steps=20)"
+    again = cells_of_a_job()
     for cell in again:
-        cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, changed)
-    folder = tmp_path / "again"
-    cells = run_notebook(folder, *again)[-len(again) :]
-    text = training_of(cells)
+        cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, short)
+    body = "\n    texts = " + edited("my-text").source.partition("\n    texts = ")[2]
+    own = line.replace(")", ", dataset='my_text', data_dir=f'{storage}/%s')")
+    edits = [
+        edited("my-text", (body, TEXTS % "red")),
+        edited("config", (line, own % "red")),
+        edited("prepare"),
+        edited("my-text", (body, TEXTS % "green")),
+        edited("config", (line, own % "green")),
+        edited("prepare", ("tokenize)", "tokenize) ")),
+        edited(
+            "loop", ("    done, saving", "    print('another loop')\n    done, saving")
+        ),
+        edited("loss", ("return layers", "return 100 + layers")),
+        edited("fit", (line, short)),
+    ]
+    cells = run_notebook(tmp_path / "again", *again, *edits)
+    text = training_of(cells[-len(again) - len(edits) : -len(edits)])
     assert "step 20 | tokens 10,240 |" in text and "is new" in text
-    assert len([*folder.glob("storage/runs/smoke-*/metrics.jsonl")]) == 2
+    text = training_of(cells[-1:])
+    assert "is new" in text and "another loop" in text
+    assert re.search(r"\| loss 10\d\.\d \| val_loss 10\d\.\d", text)
+    assert len([*(tmp_path / "again").glob("storage/runs/smoke-*/metrics.jsonl")]) == 3
+    sizes = [
+        (tmp_path / f"again/storage/{x}/val.bin").read_bytes() for x in ("red", "green")
+    ]
+    assert sizes[0] != sizes[1]
 
 
 def cells_of_a_job() -> list:
