@@ -34,7 +34,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 anyscale = Path("/mnt/cluster_storage")
 storage = anyscale / "gpt2" if anyscale.is_dir() else Path("storage").resolve()
 
-optimizer = optax.sgd(0.3, momentum=0.5)
+optimizer = optax.sgd(0.2, momentum=0.2)
 
 
 def create_line() -> dict:
@@ -73,11 +73,11 @@ SCALING = {
         resources_per_worker={"TPU": 4},
     ),
 }
-scaling = SCALING["cpu"]  # of steps 1 and 2
+scaling = SCALING["cpu"]  # for steps 1 and 2
 platform = "tpu" if scaling.use_tpu else "cuda" if scaling.use_gpu else "cpu"
 
 
-def connect(scaling: ScalingConfig) -> JaxConfig:
+def jax_config(scaling: ScalingConfig) -> JaxConfig:
     return JaxConfig(use_tpu=scaling.use_tpu, use_gpu=not scaling.use_tpu)
 
 
@@ -98,8 +98,8 @@ def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
     ray.train.report(
         metrics,
         checkpoint=ray.train.Checkpoint(path),
-        checkpoint_dir_name=path.name,
-        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        checkpoint_dir_name=path.name,  # in the run's folder
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,  # in a thread
         checkpoint_upload_fn=wait_until_written,
         delete_local_checkpoint_after_upload=False,  # there is no other copy
     )
@@ -135,14 +135,12 @@ def unnamed(arrays: dict[str, jax.Array], like):
 
 
 def fit_line_and_survive(settings: dict, log) -> None:
-    faulthandler.dump_traceback_later(600, exit=True)
+    faulthandler.dump_traceback_later(600, exit=True)  # the guard
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     use_assigned_gpus()
     mesh = Mesh(jax.devices(), "data")
-    to_array = partial(
-        jax.make_array_from_process_local_data, NamedSharding(mesh, P("data"))
-    )
-    whole = NamedSharding(mesh, P())  # a copy on each device
+    by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    to_array = partial(jax.make_array_from_process_local_data, by_rows)
     state = jax.jit(create_line, out_shardings=whole)()
 
     folder, step, saving = Path(settings["folder"]), 0, None
@@ -160,6 +158,9 @@ def fit_line_and_survive(settings: dict, log) -> None:
                 saving.result()  # one at a time
             saving = save(folder, named(state), step, {"loss": float(loss)})
         faulthandler.dump_traceback_later(600, exit=True)
+    if saving:
+        saving.result()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def log(folder: Path, step: int, loss: float) -> None:
@@ -183,7 +184,7 @@ def make_line_trainer(name: str, log) -> JaxTrainer:
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": {"JAX_PLATFORMS": platform}},
         ),
-        jax_config=connect(scaling),
+        jax_config=jax_config(scaling),
     )
 
 

@@ -1,11 +1,9 @@
 """Configurations: what their files say, what is refused, and how a run is named."""
 
-import re
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from samples import python
 
 from trainkit import corpus
 from trainkit.config import TrainingConfig, load_config
@@ -72,24 +70,3 @@ def test_how_devices_share_a_batch():
     split = TrainingConfig(fsdp=2, tensor_parallel=2).split(8)
     assert [*split.values()] == [8, "2 x 2 x 2", 480, 120, "4 x 30"]
     assert TrainingConfig(batch_size=37).split(1)["micro-batches"] == "37 x 1"
-
-
-NAMES = """
-import builtins, sys
-from trainkit.config import load_config
-builtins.__IPYTHON__ = True  # as in a kernel
-for _ in range(2):
-    print(load_config(sys.argv[1], "storage").run_name)
-"""
-
-
-def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
-    """Two in one second differ; in a job, and in a script, which are tried again, none."""
-    path = tmp_path / "my own.yaml"
-    path.write_text("tokenizer: gpt2")
-    names = python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR=None).splitlines()
-    assert all(re.fullmatch(r"my own-\d{8}-\d{6}-\d{3}", name) for name in names)
-    assert names[0] != names[1]
-    assert python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR="{}") == "None\nNone\n"
-    assert load_config(path, tmp_path).run_name is None
-    assert load_config(path, tmp_path, run_name="mine").run_name == "mine"

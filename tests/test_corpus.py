@@ -59,12 +59,18 @@ def given(downloads: str):
     return GIVEN[0]
 
 
-def tokenize_to(row: dict, config):
-    return config.made
+@pytest.fixture
+def tokenize_to():
+    """A function that makes `config.made` of each document; it is sent by value."""
+
+    def tokenize(row: dict, config):
+        return config.made
+
+    return tokenize
 
 
 def with_tokens(config, made):
-    """A configuration of which `tokenize_to` makes this of each document."""
+    """A configuration with which `tokenize_to` makes this of each document."""
     object.__setattr__(config, "made", made)
     return config
 
@@ -128,13 +134,13 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
         ({"tokens": b"\xff" * 4}, "has the token 65535, and vocab_size is 50257"),
     ],
 )
-def test_a_wrong_tokenize_is_refused(gpt2, cluster, made, words):
+def test_a_wrong_tokenize_is_refused(gpt2, cluster, tokenize_to, made, words):
     errors = (ray.exceptions.RayTaskError, KeyError, TypeError, ValueError)
     with pytest.raises(errors, match=words):
         corpus.write(with_tokens(gpt2(), made), few, tokenize_to)
 
 
-def test_too_few_documents_or_windows(gpt2, cluster):
+def test_too_few_documents_or_windows(gpt2, cluster, tokenize_to):
     """Tokens that a smaller batch can use stay."""
     config, larger = (
         with_tokens(gpt2(batch_size=size), {"tokens": b"\1\0" * 9}) for size in (1, 18)

@@ -30,7 +30,7 @@ def run_notebook(folder: Path, *more_cells) -> list:
         shutil.copytree(ROOT / name, folder / name)
     smoke = folder / "configs/smoke.yaml"
     text = re.sub("max_steps: .*", "max_steps: 40", smoke.read_text())
-    smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 30", text))
+    smoke.write_text(re.sub("eval_interval: .*", "eval_interval: 35", text))
     command = "--nbmake --overwrite --nbmake-timeout=900 README.ipynb".split()
     environment = {"GPT2_CONFIG": "configs/smoke.yaml"}
     for name in ("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "XLA_FLAGS"):

@@ -31,7 +31,9 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
     program = (ROOT / "examples/survive.py").read_text()
     assert program.count('"steps": 24') == 1
     program = program.replace('"steps": 24', '"steps": 200')
-    pause = "        if step % 8 == 0:"  # or the run would be over before it is killed
+    pause = (
+        "        if step % 8 == 0 or"  # or the run would be over before it is killed
+    )
     assert program.count(pause) == 1
     program = program.replace(pause, f"        __import__('time').sleep(0.02)\n{pause}")
     (tmp_path / "mine.py").write_text(program)

@@ -37,7 +37,7 @@ def newest(folder: epath.PathLike) -> Path | None:
     """
     context = ray.train.get_context()
     shutil.rmtree(_staging(folder), ignore_errors=True)  # of a worker that was killed
-    files, root = fs.FileSystem.from_uri(os.fspath(folder))
+    files, root = _open(folder)
     name = None
     if context.get_world_rank() == 0:
         found = files.get_file_info(
@@ -84,7 +84,7 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         checkpointer.close()
         with tarfile.open(local / packed, "w") as tar:
             tar.add(local / str(step), ".")
-        files, root = fs.FileSystem.from_uri(os.fspath(folder))
+        files, root = _open(folder)
         place = f"{root}/{name}"
         fs.copy_files(
             os.fspath(local / packed), f"{place}/{packed}", destination_filesystem=files
@@ -101,6 +101,12 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         delete_local_checkpoint_after_upload=False,
     )
     return saving
+
+
+def _open(folder: epath.PathLike) -> tuple[fs.FileSystem, str]:
+    """The file system of a run's folder, and its path there, whose name may have spaces."""
+    files, root = fs.FileSystem.from_uri(os.fspath(epath.Path(folder).parent))
+    return files, f"{root}/{epath.Path(folder).name}"
 
 
 def _place(folder: epath.PathLike) -> Path:
