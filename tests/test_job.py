@@ -15,7 +15,6 @@ from samples import python
 
 from trainkit.config import load_config
 
-
 NAMES = """
 import builtins, sys
 from trainkit.config import load_config
