@@ -31,6 +31,7 @@ from accidents import (
 )
 from conftest import ROOT, start_ray, stop_ray
 from moto.server import ThreadedMotoServer
+from pyarrow import fs
 from samples import losses_alone, run_from_guide
 
 from trainkit import buckets, checkpoints, runs
@@ -275,6 +276,19 @@ def test_object_store(tutorial, reference, bucket, tmp_path, monkeypatch):
     model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
     assert model.config == config
     goes_on_alone(tutorial, config)
+
+    # Copied from the bucket to a folder, or from a folder to the bucket, it is refused, before
+    # it starts over beside checkpoints, which Ray's copied record would delete.
+    files, root = fs.FileSystem.from_uri(bucket)
+    fs.copy_files(f"{root}/a run", f"{tmp_path}/a run", source_filesystem=files)
+    there = {"destination_filesystem": files}
+    fs.copy_files(str(reference.run_path), f"{root}/{reference.run_name}", **there)
+    changed = ((config, str(tmp_path)), (reference, bucket))
+    for copied in (replace(c, storage_path=place) for c, place in changed):
+        before = sorted(path.name for path in copied.run_path.iterdir())
+        with pytest.raises(ValueError, match="storage_path: .* and copied to"):
+            tutorial.make_trainer(copied, loop)
+        assert sorted(path.name for path in copied.run_path.iterdir()) == before
 
 
 @pytest.mark.extra
