@@ -12,12 +12,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 RULES = {
-    ("qkv.kernel", "gate.kernel", "up.kernel"): P("fsdp", "tensor"),
-    ("out.kernel", "down.kernel"): P("tensor", "fsdp"),
+    "qkv.kernel": P("fsdp", "tensor"),
+    "gate.kernel": P("fsdp", "tensor"),
+    "up.kernel": P("fsdp", "tensor"),
+    "out.kernel": P("tensor", "fsdp"),
+    "down.kernel": P("tensor", "fsdp"),
     # XLA can't look up targets in logits that tensor divides, if data and fsdp do so, too.
     "head.kernel": P("fsdp"),
     "embedding": P(("tensor", "fsdp")),
-    "": P(),
 }
 
 
@@ -52,7 +54,8 @@ class Block(nnx.Module):
 
 class Llama(nnx.Module):
     def __init__(self, config, *, rngs: nnx.Rngs):
-        self.config, V, D = config, config.vocab_size, config.n_embd
+        self.config, D = config, config.n_embd
+        V = config.padded_vocab_size  # a multiple of 128, which is easy to divide
         self.embed = nnx.Embed(V, D, rngs=rngs)
         self.blocks = nnx.List(
             [Block(config, rngs=rngs) for _ in range(config.n_layer)]
@@ -65,7 +68,7 @@ class Llama(nnx.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x))[..., : self.config.vocab_size]
 
 
 def create_model(config) -> Llama:

@@ -26,7 +26,7 @@ def make_peer(folder: Path) -> transformers.GPT2LMHeadModel:
 
 def ours(tutorial, small, folder: Path, **changes):
     """The notebook's model with the weights in `folder`."""
-    shape = trainkit.huggingface.published_shape(str(folder))
+    shape = trainkit.huggingface.published_shape(str(folder), "builtin")
     config = small(**shape, init_from=str(folder), tokenizer="builtin", **changes)
     mesh = tutorial.create_mesh(config)
     return tutorial.first_state(config, tutorial.abstract_state(config, mesh)).model

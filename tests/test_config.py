@@ -1,10 +1,12 @@
 """Configurations: what their files say, what is refused, and how a run is named."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
+import trainkit.tokenizers
 from trainkit import corpus
 from trainkit.config import TrainingConfig, load_config
 
@@ -43,6 +45,8 @@ REFUSED = [
     ("beta2: 1.5", "beta2"),
     ("attention: flash", "attention"),
     ("data_dir: s3://bucket/data", "data_dir"),
+    ("storage_path: $NOWHERE/runs", "storage_path.*NOWHERE/runs names a variable"),
+    ("- a\n- b", "expected keys, found a list"),
 ]
 
 
@@ -58,11 +62,20 @@ def test_places_and_names(load, tmp_path, monkeypatch):
     config = load("run_name: a\ndata_dir: ~/d\nstorage_path: s3://bucket/runs")
     assert config.data_dir == str(Path.home() / "d")
     assert config.run_path.as_posix() == "s3://bucket/runs/a"
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    config = load("storage_path: $SCRATCH/runs\ndata_dir: file:///shared/data")
+    assert (config.storage_path, config.data_dir) == ("/scratch/runs", "/shared/data")
     (tmp_path / "gpt2").mkdir()  # such as an exported model
     assert load("tokenizer: gpt2").tokenizer == "gpt2"
     smaller = load("tokenizer: builtin")
     assert smaller.vocab_size == 2_048
     assert smaller.data_dir.endswith("/data/openwebtext-builtin")
+    own = trainkit.tokenizers.load("builtin").path
+    for name in ("mine-1.0", "mine-1.1"):  # which have a folder each
+        (tmp_path / name).mkdir()
+        shutil.copy(own, tmp_path / name / "tokenizer.json")
+        other = load(f"tokenizer: ./{name}")
+        assert other.data_dir.endswith(f"/data/openwebtext-{name}")
 
 
 def test_how_devices_share_a_batch():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import ray.data
 import tiktoken
@@ -49,7 +50,8 @@ def from_rows(*rows: dict) -> list[ray.data.Dataset]:
 
 
 def few(downloads: str = "") -> list[ray.data.Dataset]:
-    return from_rows({"text": "to be"}, {"text": "or not"})
+    texts = ("to be", "or not"), ("the same", "question")
+    return [ray.data.from_items([{"text": text} for text in part]) for part in texts]
 
 
 GIVEN = []  # what the next two functions return
@@ -60,8 +62,9 @@ def given(downloads: str):
 
 
 @pytest.fixture
-def tokenize_to():
+def tokenize_to(monkeypatch):
     """A function that makes `config.made` of each document; it is sent by value."""
+    monkeypatch.setattr(corpus, "_MOST_REPEATED", 1)  # all documents are the same
 
     def tokenize(row: dict, config):
         return config.made
@@ -105,10 +108,11 @@ def test_documents_keep_their_order(gpt2, cluster):
         return {"tokens": np.uint16(row["text"]).tobytes()}
 
     numbers = ray.data.range(40, override_num_blocks=4)
-    part = numbers.map(lambda row: {"text": str(row["id"])})
-    GIVEN[:] = [[part, part]]
+    train = numbers.map(lambda row: {"text": str(row["id"])})
+    val = numbers.map(lambda row: {"text": str(row["id"] + 100)})
+    GIVEN[:] = [[train, val]]
     corpus.write(gpt2(), given, one)
-    assert written(gpt2()) == [[*range(40)]] * 2
+    assert written(gpt2()) == [[*range(40)], [*range(100, 140)]]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
     [
         (None, "Error validating None"),  # a row is lost
         ({"ids": b"\0\0"}, "tokens"),
-        ({"tokens": [1, 2]}, "expected a bytes-like object, list found"),
+        ({"tokens": [1, 2]}, "tokenize: expected bytes as tokens, found list"),
         ({"tokens": np.array([1, 2]).tobytes()}, "isn't uint16: every second is 0"),
         ({"tokens": b"\xff" * 4}, "has the token 65535, and vocab_size is 50257"),
     ],
@@ -155,14 +159,72 @@ def test_too_few_documents_or_windows(gpt2, cluster, tokenize_to):
     assert found["documents"] == {"train": 2, "val": 2}
 
 
-def test_a_dataset_has_two_parts(gpt2, cluster):
+def hub(**columns) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(columns or {"text": ["some", "text"]})
+
+
+@pytest.mark.parametrize("other", ["validation", "val", "test"])
+def test_a_dataset_has_two_parts(gpt2, cluster, other):
     """Train comes first, in whatever order a library names its splits."""
-    make = datasets.Dataset.from_dict
-    named = {name: make({"text": [name]}) for name in ("a", "train")}
-    first, second = corpus.documents(gpt2(), lambda downloads: named)
-    assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": "a"}]]
-    with pytest.raises(ValueError, match="few has 1 parts, not 2"):
-        corpus.documents(gpt2(), lambda downloads: few()[:1])
+    splits = {name: hub(text=[name]) for name in (other, "train")}
+    first, second = corpus.documents(gpt2(), lambda downloads: splits)
+    assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": other}]]
+
+
+WRONG = {
+    "splits": ({"validation": 1, "training": 1}, "dict with .'training', 'validation'"),
+    "no train": ({"test": 1, "validation": 1}, "dict with .'test', 'validation'"),
+    "three": (dict.fromkeys(["train", "test", "val"], 1), "dict with .'test', 'train'"),
+    "one": (hub(), "returned Dataset. Expected two"),
+    "none": (None, "returned NoneType"),
+    "texts": (["a", "b"], "list of 2, first .'str', 'str'"),
+    "frames": ([pd.DataFrame({"text": ["a"]})] * 2, "first .'DataFrame', 'DataFrame'"),
+    "streamed": ([hub().to_iterable_dataset()] * 2, "first .'IterableDataset'"),
+    "one part": ([hub()], "list of 1"),
+    "column": ([hub(), hub(words=["a"])], r"has \['words'\], and no column text"),
+    "transform": (
+        [hub().with_transform(lambda rows: rows), hub()],
+        "with_transform and set_transform would have no effect",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_dataset_is_not_is_named(gpt2, cluster, case):
+    """With what was found, and what is expected."""
+    made, words = WRONG[case]
+    with pytest.raises(ValueError, match=f"^dataset: .*{words}"):
+        corpus.documents(gpt2(), lambda downloads: made)
+
+
+def test_a_part_without_rows_is_named(gpt2, prepare):
+    GIVEN[:] = [[hub(), hub(text=[])]]
+    with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
+        prepare(gpt2(), given)
+    assert nothing_in(gpt2())
+
+
+def numbered(numbers) -> ray.data.Dataset:
+    return ray.data.from_items([{"text": f"text {i}"} for i in numbers])
+
+
+def test_documents_of_val_in_train(gpt2, prepare, capsys, tmp_path):
+    """Some are said, because texts repeat; many are refused: the source shuffles anew."""
+    GIVEN[:] = [[numbered(range(40)), numbered(range(38, 48))]]
+    prepare(gpt2(), given)
+    said = "2 of 10 different documents in val are in train, too"
+    assert said in capsys.readouterr().out
+    GIVEN[:] = [[numbered(range(40)), numbered(range(37, 47))]]
+    config = gpt2(data_dir=f"{tmp_path}/other")
+    with pytest.raises(ValueError, match="dataset: 3 of 10 .* shuffles anew"):
+        prepare(config, given)
+    assert not Path(config.data_dir).exists()
+
+
+def test_a_file_that_a_system_left_is_named(gpt2, prepare):
+    (Path(gpt2().data_dir) / "lost+found").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="'lost.found'.*choose a new folder"):
+        prepare(gpt2(), few)
 
 
 def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
@@ -184,7 +246,10 @@ def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
 
     monkeypatch.setattr(token_files, "new_folder", late)
     assert corpus.write(gpt2(), few, slow) == manifests[1]
-    assert written(gpt2()) == [encode(["to be", "or not"])] * 2
+    assert written(gpt2()) == [
+        encode(["to be", "or not"]),
+        encode(["the same", "question"]),
+    ]
     assert len([*Path(gpt2().data_dir).parent.glob("data*")]) == 1
 
 
@@ -198,7 +263,7 @@ def test_tokens_that_were_made_in_another_way_are_refused(
         patch.setattr(corpus, "documents", None)
         capsys.readouterr()
         assert prepare(gpt2(seed=2), few) == manifest
-        said = r"data is used again: {'train': 6, 'val': 6} tokens, made 20.* by few and tok"
+        said = r"data is used again: {'train': 6, 'val': 5} tokens, made 20.* by few and tok"
         assert re.search(said, capsys.readouterr().out)
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
         corpus.write(gpt2(), few, encode)  # in place of `tokenize`
@@ -248,5 +313,5 @@ def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
     assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
     assert "no manifest: {'train': 2001, 'val': 401} tokens" in capsys.readouterr().out
     token_files.path_of(config, "val").unlink()
-    with pytest.raises(FileExistsError, match="no train.bin or no val.bin"):
+    with pytest.raises(FileExistsError, match="has .'train.bin'., and not"):
         prepare(config, few)

@@ -98,3 +98,19 @@ def test_draws_have_the_probabilities_of_a_softmax():
 def test_what_would_go_wrong_in_silence_is_refused(answer, prompts, seed, words):
     with pytest.raises((ValueError, OverflowError), match=words):
         answer(prompts, 4, seed=seed)
+
+
+def test_a_text_in_place_of_a_list_is_refused(answer):
+    with pytest.raises(
+        ValueError, match="prompts: expected a list of texts, found .*'ab'"
+    ):
+        generate(NextLetter(1.0, 0.0), "ab")
+
+
+@pytest.mark.parametrize("top_k", [0, None])
+def test_without_top_k_all_tokens_count(answer, top_k):
+    model = NextLetter(1.0, 0.0)
+    options = {"max_new_tokens": 4, "temperature": 3.0, "seed": 1}
+    assert generate(model, ["a"], top_k=top_k, **options) == generate(
+        model, ["a"], top_k=11, **options
+    )

@@ -2,15 +2,20 @@
 
 import json
 import os
+import shutil
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from conftest import ROOT
+from flax import nnx
 from peers import ODD, make_peer, ours
 from safetensors.numpy import load_file, save_file
+from samples import END, byte_pairs
 
 import trainkit.config
 import trainkit.huggingface
@@ -85,6 +90,10 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
         ({WTE: np.zeros((9, 80))}, r"has wte.weight \(9, 80\), expected \(2048, 80\)"),
         ({"adapter.weight": np.zeros(3)}, r"adapter.weight \(3,\), expected None"),
         ({"lm_head.weight": np.zeros((2048, 80))}, "lm_head .* isn't wte"),
+        (
+            {"transformer.ln_f.bias": np.zeros(80, "int8")},
+            "ln_f.bias as int8, expected",
+        ),
     ],
 )
 def test_weights_that_are_others_are_refused(tutorial, small, folder, change, message):
@@ -93,13 +102,81 @@ def test_weights_that_are_others_are_refused(tutorial, small, folder, change, me
         ours(tutorial, small, folder)
 
 
+def test_weights_in_several_files(tutorial, small, folder):
+    """As transformers writes large models."""
+    whole = ours(tutorial, small, folder)
+    tensors = [*load_file(folder / WHOLE).items()]
+    (folder / WHOLE).unlink()
+    for i, part in enumerate((tensors[:9], tensors[9:]), 1):
+        save_file(dict(part), folder / f"model-0000{i}-of-00002.safetensors")
+    parts = ours(tutorial, small, folder)
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
 def test_the_shape_of_a_run_is_that_of_its_weights(folder):
+    """Or else refused, as is a tokenizer that the folder of the weights contradicts."""
     path = ROOT / "configs/gpt2-finetune.yaml"
-    config = trainkit.config.load_config(
-        path, "storage", init_from=os.path.relpath(folder)
-    )
+    load = partial(trainkit.config.load_config, path, "storage")
+    weights = os.path.relpath(folder)
+    config = load(init_from=weights, n_layer=ODD["n_layer"])
     assert {key: getattr(config, key) for key in ODD} == ODD
     assert config.init_from == str(folder)  # wherever the workers run
+    with pytest.raises(ValueError, match="block_size is 16, and init_from, .* has 33"):
+        load(init_from=weights, block_size=16)
+    shutil.copy(trainkit.tokenizers.load("builtin").path, folder / "tokenizer.json")
+    with pytest.raises(
+        ValueError, match="init_from: .* other tokens than tokenizer, gpt2"
+    ):
+        load(init_from=weights)
+    assert load(init_from=weights, tokenizer="builtin").vocab_size == 2048
+    assert load(init_from=weights, tokenizer=str(folder)).vocab_size == 2048
+
+
+OTHERS = {  # what a person makes of GPT-2
+    "RMSNorm": (
+        lambda m: setattr(m, "ln_f", nnx.RMSNorm(32, rngs=nnx.Rngs(0))),
+        "ln_f",
+    ),
+    "no wpe": (lambda m: delattr(m, "wpe"), "wpe.weight None, expected"),
+    "one more": (
+        lambda m: setattr(m, "head", nnx.Linear(32, 9, rngs=nnx.Rngs(0))),
+        r"head.bias \(9,\), expected None",
+    ),
+    "wider": (
+        lambda m: setattr(m.h[1].mlp, "c_fc", nnx.Linear(32, 96, rngs=nnx.Rngs(0))),
+        r"h.1.mlp.c_fc.bias \(96,\), expected \(128,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", OTHERS)
+def test_what_is_no_gpt2_is_not_exported(tutorial, small, tmp_path, edit):
+    """Its file would say that it is one."""
+    change, words = OTHERS[edit]
+    model = tutorial.create_model(small(tokenizer="builtin"))
+    change(model)
+    with pytest.raises(ValueError, match=f"the model is no GPT-2: .*{words}"):
+        trainkit.huggingface.export(model, tmp_path / "exported")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_exported_tokenizer_adds_nothing(tutorial, small, tmp_path):
+    """Whatever the template in its file adds; and it knows how long texts may be."""
+    path = tmp_path / "tokenizer.json"
+    theirs = byte_pairs(path, ["some words to learn"])
+    special = [(END, theirs.token_to_id(END))]
+    template = {"single": f"{END} $A {END}", "special_tokens": special}
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(**template)
+    theirs.save(str(path))
+    config = small(tokenizer=str(path), vocab_size=theirs.get_vocab_size())
+    folder = trainkit.huggingface.export(
+        tutorial.create_model(config), tmp_path / "out"
+    )
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "some words" * 20
+    expected = trainkit.tokenizers.load(str(path)).encode_ordinary(text)
+    assert found(text)["input_ids"] == expected
+    assert len(found(text, truncation=True)["input_ids"]) == config.block_size
 
 
 def test_other_kinds_of_gpt2_are_refused(tmp_path):
@@ -109,4 +186,4 @@ def test_other_kinds_of_gpt2_are_refused(tmp_path):
     for key, value in (others | {"layer_norm_epsilon": 1e-6}).items():
         (tmp_path / "config.json").write_text(json.dumps({key: value}))
         with pytest.raises(ValueError, match=f"has {key} {value!r}, not"):
-            trainkit.huggingface.published_shape(str(tmp_path))
+            trainkit.huggingface.published_shape(str(tmp_path), "gpt2")

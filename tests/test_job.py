@@ -29,7 +29,7 @@ def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
     path = tmp_path / "my own.yaml"
     path.write_text("tokenizer: gpt2")
     names = python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR=None).splitlines()
-    assert all(re.fullmatch(r"my own-\d{8}-\d{6}-\d{3}", name) for name in names)
+    assert all(re.fullmatch(r"my own-\d{8}-\d{6}-\d{6}", name) for name in names)
     assert names[0] != names[1]
     assert python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR="{}") == "None\nNone\n"
     assert load_config(path, tmp_path).run_name is None

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 
+import numpy as np
 import pytest
 from accidents import as_worker, in_the_background, last_step, log_of, wait_for
 from samples import python, run_from_guide
@@ -52,6 +53,25 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
         "send failed at step 12; the run continues: ConnectionError('gone')",
     ):
         assert line in said
+
+
+def test_a_line_is_appended_and_metrics_are_scalars(small):
+    """A day of lines isn't written anew at each step."""
+    config = small(log_interval=1)
+    config.run_path.mkdir(parents=True)
+    files = []
+
+    def loop() -> None:
+        with run_log.RunLog(config, 0) as log:
+            for step in (1, 2):
+                log.add(step, {"loss": 1.0}, False)
+                files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
+            with pytest.raises(ValueError, match=r"found norms of shape \(3,\)"):
+                log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
+
+    as_worker(loop)
+    assert [line["step"] for line in log_of(config)] == [1, 2]
+    assert files[0] == files[1] == os.stat(config.run_path / "metrics.jsonl").st_ino
 
 
 HANG = """

@@ -23,7 +23,10 @@ def change(path: Path, end: str | None = None, **changes) -> None:
 
 
 def documents(downloads: str) -> list[ray.data.Dataset]:
-    return [ray.data.from_items([{"text": text} for text in TEXTS])] * 2
+    return [
+        ray.data.from_items([{"text": end + text} for text in TEXTS])
+        for end in ("", ".")
+    ]
 
 
 def test_ids_are_the_library_s(tmp_path, monkeypatch):
@@ -75,7 +78,7 @@ def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path):
     few = {"batch_size": 1, "block_size": 4, "eval_steps": 1, "dataset": "few"}
     config = small(tokenizer=str(tmp_path), vocab_size=66_300, **few)
     corpus.write(config, documents, tutorial.tokenize)
-    ids = [[*found.encode_ordinary(text), 66_299] for text in TEXTS]
+    ids = [[*found.encode_ordinary(f".{text}"), 66_299] for text in TEXTS]
     assert np.fromfile(f"{config.data_dir}/val.bin", "uint32").tolist() == sum(ids, [])
 
 
@@ -85,9 +88,9 @@ WORDS = {"type": "WordLevel", "vocab": {"a": 0, END: 1, "?": 2}, "unk_token": "?
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"normalizer": {"type": "Lowercase"}}, "changes or ends .*Some text"),
-        ({"normalizer": {"type": "NFKD"}}, "changes or ends the text .*ünï"),
-        ({"model": WORDS, "added_tokens": []}, "changes or ends the text"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes the text .*Some text"),
+        ({"normalizer": {"type": "NFKD"}}, "changes the text .*ünï"),
+        ({"model": WORDS, "added_tokens": []}, "changes the text"),
         ({"end": "[END]"}, r"has none of \[END\] to end a text.*as eos_token in"),
     ],
 )
@@ -97,3 +100,21 @@ def test_what_changes_texts_is_refused(cluster, small, tmp_path, changes, words)
     change(path, **changes)
     with pytest.raises(ValueError, match=f"(?s)^tokenizer: .*{words}"):
         corpus.documents(small(tokenizer=str(path)), documents)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"normalizer": {"type": "NFC"}}, "e\u0301"),
+        ({"model": WORDS, "added_tokens": []}, "b"),
+    ],
+)
+def test_a_text_that_is_changed_later_is_refused(tmp_path, changes, text):
+    """Whichever document it is in."""
+    path = tmp_path / "tokenizer.json"
+    byte_pairs(path, TEXTS)
+    change(path, **changes)
+    found = ours.load(str(path))
+    assert found.decode(found.encode_ordinary("a")) == "a"
+    with pytest.raises(ValueError, match="tokenizer: .* changes the text"):
+        found.encode_ordinary(text)

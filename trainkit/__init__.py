@@ -27,6 +27,7 @@ def set_up_driver() -> None:
     if "jax" in sys.modules and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise RuntimeError("jax is imported already: restart the kernel, run all cells")
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX claims every device that it sees
+    os.environ.pop("JAX_PLATFORM_NAME", None)  # which would be another one
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # or each line appears twice
     # Calls between workers don't go through an HTTP proxy.
     os.environ.setdefault("grpc_proxy", "")

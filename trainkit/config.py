@@ -22,7 +22,14 @@ from trainkit import tokenizers
 
 
 def _absolute(place: str) -> str:
-    """A path that means the same to workers, which run in folders of their own."""
+    """A path that means the same to workers, which run in folders of their own.
+
+    Raises:
+        ValueError: it names a variable that isn't set here.
+    """
+    place = os.path.expandvars(place.removeprefix("file://"))
+    if "$" in place:
+        raise ValueError(f"{place} names a variable that isn't set")
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 
@@ -153,20 +160,32 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
         ruamel.yaml.error.YAMLError: the file is no YAML, or gives a key twice.
     """
     with open(path) as file:
-        values = (YAML(typ="safe", pure=True).load(file) or {}) | changes
-    if values.get("init_from"):
-        from trainkit import huggingface  # which imports this module
-
-        values |= huggingface.published_shape(_path_or_name(values["init_from"]))
+        given = YAML(typ="safe", pure=True).load(file) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected keys, found a {type(given).__name__}")
+    values = given | changes
     dataset = values.get("dataset", RecipeConfig.dataset)
     tokenizer = _path_or_name(values.get("tokenizer", RecipeConfig.tokenizer))
     if tokenizer != RecipeConfig.tokenizer:
-        dataset = f"{dataset}-{Path(tokenizer).stem}"
-        values.setdefault("vocab_size", tokenizers.load(tokenizer).n_vocab)
+        dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
+        if not values.get("init_from"):
+            values.setdefault("vocab_size", tokenizers.load(tokenizer).n_vocab)
+    if values.get("init_from"):
+        from trainkit import huggingface  # which imports this module
+
+        name = _path_or_name(values["init_from"])
+        shape = huggingface.published_shape(name, tokenizer)
+        for key in shape.keys() & values.keys():
+            if values[key] != shape[key]:
+                raise ValueError(
+                    f"{path}: {key} is {values[key]}, and init_from, {name}, has "
+                    f"{shape[key]}. Leave {key} out"
+                )
+        values |= shape
     places = {"data_dir": f"{root}/data/{dataset}", "storage_path": f"{root}/runs"}
     in_kernel = hasattr(builtins, "__IPYTHON__")
     if in_kernel and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # Ray's, in a job
-        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]  # to the millisecond
+        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond
         places["run_name"] = f"{Path(path).stem}-{now}"
     try:
         return TrainingConfig(**(places | values))

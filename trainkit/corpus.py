@@ -58,8 +58,8 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     `downloads` is a folder beside `config.data_dir`, which all nodes see.
 
     Raises:
-        ValueError: there aren't two, or the tokenizer changes one of the first hundred texts;
-            while they are read, a row has no string in the column `text`.
+        ValueError: it gives something else, or the tokenizer changes one of the first hundred
+            texts; while they are read, a row has no string in the column `text`.
     """
 
     def check(row: dict) -> dict[str, str]:
@@ -68,11 +68,7 @@ def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
         return {"text": row["text"]}
 
     made = dataset(f"{config.data_dir}-downloads")
-    if isinstance(made, dict):  # of splits, in whatever order
-        made = [made[split] for split in sorted(made, key="train".__ne__)]
-    parts = [_to_ray(part).map(check) for part in made]
-    if len(parts) != 2:
-        raise ValueError(f"dataset: {config.dataset} has {len(parts)} parts, not 2")
+    parts = [_to_ray(part).map(check) for part in _two_parts(config.dataset, made)]
     tokenizer = tokenizers.load(config.tokenizer)
     end = tokenizer.decode([tokenizer.eot_token])
     for text in (end, *(row["text"] for row in parts[0].take(100))):
@@ -109,13 +105,21 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     parts = documents(config, dataset)
     try:
         with token_files.new_folder(config.data_dir) as folder:
-            for split, part in zip(token_files.SPLITS, parts):
-                made = part.map(tokenize, fn_kwargs={"config": config})
-                found = _append(folder / f"{split}.bin", made, config.token_dtype)
-                for key, value in found.items():
-                    manifest.setdefault(key, {})[split] = value
+            train, val = (p.map(tokenize, fn_kwargs={"config": config}) for p in parts)
+            hashes = set()  # of val's documents; in train, those that are there, too
+            in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
+            repeated = set()
+
+            def note(document: int) -> None:
+                if document in hashes:
+                    repeated.add(document)
+
+            in_train = _append(folder / "train.bin", train, config.token_dtype, note)
+            for key in in_train:
+                manifest[key] = {"train": in_train[key], "val": in_val[key]}
             if not all(manifest["documents"].values()):
                 raise ValueError(f"dataset: an empty part in {manifest['documents']}")
+            _check_repeated(len(repeated), len(hashes))
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
@@ -123,6 +127,61 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
         return _existing(config, made_from)
     token_files.check(config, manifest)
     return manifest
+
+
+_PARTS = "two datasets, of Ray Data or of Hugging Face's library, to train and to validate with"
+
+
+def _two_parts(name: str, made: object) -> list[Dataset | datasets.Dataset]:
+    """What a dataset's function has returned: the part to train with is the first.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = type(made).__name__
+    if isinstance(made, dict):  # of splits, such as a DatasetDict
+        found = f"{found} with {sorted(map(str, made))}"
+        others = {"validation", "val", "test"} & made.keys()
+        if "train" in made and len(made) == 2 and others:
+            made = [made["train"], made[others.pop()]]
+    if isinstance(made, list | tuple):
+        kinds = [type(part).__name__ for part in made]
+        found = f"{type(made).__name__} of {len(made)}, first {kinds[:2]}"
+        if len(made) == 2 and all(
+            isinstance(part, Dataset | datasets.Dataset) for part in made
+        ):
+            for part in made:
+                columns = getattr(
+                    part, "column_names", None
+                )  # Ray would read to know them
+                if isinstance(columns, list) and "text" not in columns:
+                    raise ValueError(
+                        f"dataset: {name} has {columns}, and no column text"
+                    )
+            return [*made]
+    raise ValueError(
+        f"dataset: {name} returned {found}. Expected {_PARTS}; of splits by name, train and "
+        "one of validation, val, and test"
+    )
+
+
+# A source that shuffles anew each time it is read gives train all but the fraction f that val
+# takes, so 1 - f of val's documents, half of them or more. Texts that repeat documents stay far
+# below: at most 14% of a split has a near duplicate in four data sets (Lee et al. 2022,
+# "Deduplicating training data makes language models better", table 2).
+_MOST_REPEATED = 0.25
+
+
+def _check_repeated(repeated: int, documents: int) -> None:
+    """Say how many of val's documents are in train, too; refuse what can't be by chance."""
+    said = f"{repeated:,} of {documents:,} different documents in val are in train, too"
+    if repeated > _MOST_REPEATED * documents:
+        raise ValueError(
+            f"dataset: {said}. A source that shuffles anew each time it is read, without a "
+            "seed, gives each part other documents. Split by a hash, or seed it"
+        )
+    if repeated:
+        print(said)
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
@@ -133,14 +192,19 @@ def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
     """
     if isinstance(part, Dataset):
         return part
+    if part.format["type"] == "custom":
+        raise ValueError(
+            "dataset: with_transform and set_transform would have no effect, because documents "
+            "are read by rows of Arrow. Use map"
+        )
     part = part.select_columns("text").with_format("arrow")
     shared = ray.put(part)  # of what is in files, a description
 
     def read(numbers: pa.Table) -> pa.Table:
         return ray.get(shared).select(numbers["id"].to_pylist())[:]
 
-    each = part.data.nbytes / part.data.num_rows  # bytes
-    tasks = min(math.ceil(len(part) * each / 2**23), len(part))
+    each = part.data.nbytes / max(part.data.num_rows, 1)  # bytes
+    tasks = min(math.ceil(len(part) * each / 2**23), len(part)) or 1
     numbers = ray.data.range(len(part), override_num_blocks=tasks)
     return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
 
@@ -152,7 +216,10 @@ def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
     if not names:
         return None
     if not {"train.bin", "val.bin"} <= names:
-        raise FileExistsError(f"data_dir: {folder} has no train.bin or no val.bin")
+        raise FileExistsError(
+            f"data_dir: {folder} has {sorted(names)[:5]}, and not train.bin and val.bin. "
+            "Expected these, or no files: choose a new folder, such as one in there"
+        )
     if "manifest.json" not in names:
         tokens = token_files.check(config)
         print(
@@ -178,14 +245,20 @@ def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
     return manifest
 
 
-def _append(path: Path, tokenized: Dataset, dtype: str) -> dict:
-    """Write the tokens of documents to a file; return what is in it."""
+def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
+    """Write the tokens of documents to a file, and `note` each one's hash; what is in it."""
     tokenized.context.enable_progress_bars = False
     tokenized.context.execution_options.preserve_order = True
     found = {"documents": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
-            ids = np.frombuffer(b"".join(rows["tokens"].to_pylist()), dtype)
+            documents = rows["tokens"].to_pylist()
+            if not all(isinstance(document, bytes) for document in documents):
+                kind = type(documents[0]).__name__
+                raise ValueError(f"tokenize: expected bytes as tokens, found {kind}")
+            for document in documents:
+                note(hash(document))
+            ids = np.frombuffer(b"".join(documents), dtype)
             file.write(ids)
             found["documents"] += len(rows)
             found["tokens"] += len(ids)

@@ -20,7 +20,7 @@ def generate(
     prompts: Iterable[str],
     max_new_tokens: int = 64,
     temperature: float = 0.8,
-    top_k: int = 50,
+    top_k: int | None = 50,
     seed: int = 0,
 ) -> list[str]:
     """Each prompt with its continuation, on the first device of this process.
@@ -28,12 +28,16 @@ def generate(
     Args:
         model: `model(tokens)`, int [B, S], returns logits [B, S, V]; it has a `config`.
         temperature: 0 takes the likeliest token; more makes the choice freer.
-        top_k: the number of likeliest tokens to choose among.
+        top_k: the number of likeliest tokens to choose among; None or 0: all.
 
     Raises:
-        ValueError: a prompt has no tokens, or too many.
+        ValueError: a prompt has no tokens, or too many, or there is a text for a list.
         OverflowError: the seed isn't a number of 32 bits.
     """
+    if isinstance(prompts, str):
+        raise ValueError(
+            f"prompts: expected a list of texts, found the text {prompts!r:.80}"
+        )
     config = model.config
     device = jax.local_devices()[0]
     tokenizer = tokenizers.load(config.tokenizer)
@@ -51,7 +55,7 @@ def generate(
         row[: len(prompt)] = prompt
     model = jax.device_put(model, device)
     key = jax.random.key(np.uint32(seed))
-    top_k = min(top_k, config.vocab_size)
+    top_k = min(top_k or config.vocab_size, config.vocab_size)
     # Attention divides its work over these axes, here among one device.
     with jax.set_mesh(Mesh([[[device]]], ("data", "fsdp", "tensor"))):
         found = _continue(

@@ -14,6 +14,8 @@ import numpy as np
 from flax import nnx
 from huggingface_hub import snapshot_download
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trainkit import token_files, tokenizers
 from trainkit.config import TrainingConfig
@@ -23,18 +25,31 @@ _SIZES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
 # What makes another function of the same weights
 _FUNCTION = ["model_type", "activation_function", "layer_norm_epsilon"]
 _FUNCTION += ["scale_attn_weights", "scale_attn_by_inverse_layer_idx"]
+_SAMPLE = "The quick brown fox\n  jumps over 1,234 lazy dogs: naïve façades."
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # of old files: no weight
 
 
-def published_shape(name: str) -> dict[str, int]:
+def published_shape(name: str, tokenizer: str) -> dict[str, int]:
     """The shape of a Hugging Face GPT-2, a folder or a model on the hub, as configuration keys.
 
+    Args:
+        tokenizer: that of the configuration, as `tokenizers.load` takes it.
+
     Raises:
-        ValueError: it is another kind of model.
+        ValueError: it is another kind of model, or its folder has another tokenizer.
     """
     import transformers  # slow, and workers don't need it
 
-    theirs = transformers.GPT2Config.from_json_file(_folder(name) / "config.json")
+    folder = _folder(name)
+    if (folder / "tokenizer.json").exists():
+        theirs, ours = tokenizers.load(str(folder)), tokenizers.load(tokenizer)
+        ids = [[x.eot_token, *x.encode_ordinary(_SAMPLE)] for x in (theirs, ours)]
+        if ids[0] != ids[1]:
+            raise ValueError(
+                f"init_from: {name} has a tokenizer.json of other tokens than tokenizer, "
+                f"{tokenizer}. Set tokenizer to that folder"
+            )
+    theirs = transformers.GPT2Config.from_json_file(folder / "config.json")
     usual = transformers.GPT2Config()
     for key in _FUNCTION:
         found, value = getattr(theirs, key), getattr(usual, key)
@@ -49,12 +64,16 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
     Raises:
         ValueError: the file has other tensors than `model`, or unties the head from the table.
     """
-    path = _folder(config.init_from) / "model.safetensors"
-    tensors = {
-        key.removeprefix("transformer."): tensor.astype(np.float32)
-        for key, tensor in load_file(path).items()
-        if not _MASK.fullmatch(key.removeprefix("transformer."))
-    }
+    path = _folder(config.init_from)
+    files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    stored = {k.removeprefix("transformer."): x for f in files for k, x in f.items()}
+    tensors = {k: x for k, x in stored.items() if not _MASK.fullmatch(k)}
+    for key, x in tensors.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"init_from: {path} has {key} as {x.dtype}, expected floats"
+            )
+        tensors[key] = x.astype(np.float32)
     head = tensors.pop("lm_head.weight", tensors.get("wte.weight"))
     expected = {k: x.shape for k, x in jax.eval_shape(_to_tensors, model).items()}
     found = {key: tensor.shape for key, tensor in tensors.items()}
@@ -77,29 +96,63 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
 
     Raises:
         OSError: the folder isn't empty.
+        ValueError: the model has other parameters than a GPT-2.
     """
     import transformers
 
     config = model.config
     tokenizer = tokenizers.load(config.tokenizer)
     tensors = {f"transformer.{k}": np.asarray(x) for k, x in _to_tensors(model).items()}
+    settings = transformers.GPT2Config(
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_token),
+        architectures=["GPT2LMHeadModel"],
+        dtype="float32",
+    )
+    found, expected = {k: x.shape for k, x in tensors.items()}, _shapes(settings)
+    if names := sorted({name for name, _ in found.items() ^ expected.items()}):
+        shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
+        raise ValueError(f"the model is no GPT-2: it has {'; '.join(shapes)}")
     folder = Path(folder).expanduser()
     with token_files.new_folder(folder) as new:
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)  # or only this user can read it
-        transformers.GPT2Config(
-            **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            **dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_token),
-            architectures=["GPT2LMHeadModel"],
-            dtype="float32",
-        ).save_pretrained(new)
+        settings.save_pretrained(new)
         if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
             end = tokenizer.decode([tokenizer.eot_token])
+            plain = Tokenizer.from_str(tokenizer.tokenizer.to_str())
+            # Nothing before or after a text, whatever the template in its file adds.
+            plain.post_processor = TemplateProcessing(single="$A", pair="$A $B")
             transformers.PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer.tokenizer, bos_token=end, eos_token=end
+                tokenizer_object=plain,
+                bos_token=end,
+                eos_token=end,
+                model_max_length=config.block_size,
             ).save_pretrained(new)
     return folder
+
+
+def _shapes(config) -> dict[str, tuple[int, ...]]:
+    """Of the parameters of a transformers.GPT2Config, by their names in a file."""
+    D = config.n_embd
+    norms = {"weight": (D,), "bias": (D,)}
+    parts = {
+        "wte.weight": (config.vocab_size, D),
+        "wpe.weight": (config.n_positions, D),
+    }
+    parts |= {f"ln_f.{name}": shape for name, shape in norms.items()}
+    linears = {"attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D)}
+    linears |= {"mlp.c_fc": (D, 4 * D), "mlp.c_proj": (4 * D, D)}
+    for i in range(config.n_layer):
+        for norm in ("ln_1", "ln_2"):
+            parts |= {f"h.{i}.{norm}.{name}": shape for name, shape in norms.items()}
+        for linear, shape in linears.items():
+            parts |= {
+                f"h.{i}.{linear}.weight": shape,
+                f"h.{i}.{linear}.bias": shape[1:],
+            }
+    return {f"transformer.{name}": shape for name, shape in parts.items()}
 
 
 def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
@@ -120,4 +173,4 @@ def _folder(name: str) -> Path:
     """The folder with a model's config.json and weights, which a hub may have."""
     if Path(name).is_absolute():
         return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["config.json", "model.safe*"]))
+    return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safe*"]))

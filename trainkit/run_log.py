@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import ray.train
 from ray.experimental import tqdm_ray
 from tqdm import tqdm
@@ -43,6 +44,8 @@ class RunLog:
             lines = self._path.read_text().splitlines() if self._path.exists() else []
             lines = [text for text in lines if text.endswith("}")]  # not those cut off
             self._lines = [text for text in lines if json.loads(text)["step"] <= step]
+            self._is_bucket = "://" in config.storage_path
+            self._write()
             self._bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
             self._bar.update(step)
 
@@ -54,7 +57,8 @@ class RunLog:
         faulthandler.cancel_dump_traceback_later()
         if self._bar:
             self._bar.close()
-            self._write()
+            if self._is_bucket:
+                self._write()
 
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
@@ -69,6 +73,12 @@ class RunLog:
             self._bar.update()
         if not saving and step % self._config.log_interval:
             return None
+        for name, value in metrics.items():
+            if jnp.shape(value):
+                shape = jnp.shape(value)
+                raise ValueError(
+                    f"metrics: expected scalars, found {name} of shape {shape}"
+                )
         recent = jax.tree.map(float, jax.device_get(self._recent))
         self._recent = {}
         for each, values in recent.items():
@@ -84,10 +94,15 @@ class RunLog:
         self._step = step
         self._time += seconds
         if self._bar:
-            self._lines.append(json.dumps(line))
+            text = json.dumps(line)
             print(_format(line))
-            if saving or "://" not in self._config.storage_path:
-                self._write()
+            if self._is_bucket:
+                self._lines.append(text)
+                if saving:
+                    self._write()
+            else:
+                with self._path.open("a") as file:
+                    file.write(f"{text}\n")
             try:
                 if self._send:
                     self._send(dict(line))
@@ -96,7 +111,7 @@ class RunLog:
         return line
 
     def _write(self) -> None:
-        """Write all lines or none: the disk may be full, and objects in stores can't grow."""
+        """Write all lines or none: the disk may be full, and objects in buckets can't grow."""
         new = self._path.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in self._lines))
         new.replace(self._path)

@@ -32,7 +32,11 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     """
     folder = Path(folder).resolve()  # a link stays one
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        error.add_note(f"{folder} can't be made there.")
+        raise
     try:
         yield partial
         partial.rename(folder)

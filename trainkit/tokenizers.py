@@ -47,10 +47,19 @@ class HuggingFaceTokenizer:
             )
         self.tokenizer.add_special_tokens(known[:1])  # also if its file doesn't say so
         self.eot_token = self.tokenizer.token_to_id(known[0])
+        unknown = getattr(self.tokenizer.model, "unk_token", None)
+        self._may_change_text = bool(unknown or self.tokenizer.normalizer)
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """The tokens of a text, with none before or after it."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        """The tokens of a text, with none before or after it.
+
+        Raises:
+            ValueError: they stand for another text: a normalizer, or an unknown token.
+        """
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if self._may_change_text and self.decode(ids) != text:
+            raise ValueError(f"tokenizer: {self.path} changes the text {text!r:.200}")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens."""

@@ -31,6 +31,10 @@ def settings(
             `create_state(config)` fails.
     """
     runs.check_folder(config)
+    if scaling.max_workers < 1:
+        raise ValueError(
+            f"num_workers: expected 1 or more, found {scaling.num_workers}"
+        )
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
     step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
     for workers in range(scaling.min_workers, scaling.max_workers + 1, step):
@@ -50,6 +54,7 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{config.data_dir}-jax-cache")
     variables = {
         "JAX_PLATFORMS": "tpu" if scaling.use_tpu else "cpu",
+        "JAX_PLATFORM_NAME": "",  # or JAX would run on what the driver's says
         "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
         # Of workers on CPUs, the first alone would use it, and then wait for the others.
         "JAX_ENABLE_COMPILATION_CACHE": str(scaling.use_gpu or scaling.use_tpu),
