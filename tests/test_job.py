@@ -80,7 +80,8 @@ def test_a_job_that_is_killed_and_tried_again_continues(submit, tmp_path):
                 process.kill()
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             finish()
-    said = submit(**changes)
+    # In another package of files: Ray deletes the killed job's when it notices its end.
+    said = submit(**changes | {"log_interval": 25})
     assert "job continues at step" in said and "step 300 | " in said
     # No aside: neither step 1's program, which reports this, nor the kill's run.
     assert "points read" not in said

@@ -52,7 +52,7 @@ def test_a_run_among_others(tmp_path):
         time.sleep(5)
         other.shutdown()
         (tmp_path / "over").touch()
-        assert fit().endswith("'points in a batch': 64}\n")
+        assert fit().endswith("'in the array': 64}\n")
 
 
 STEP = """

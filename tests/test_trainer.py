@@ -34,7 +34,7 @@ from moto.server import ThreadedMotoServer
 from pyarrow import fs
 from samples import losses_alone, run_from_guide
 
-from trainkit import buckets, checkpoints, runs
+from trainkit import buckets, checkpoints, corpus, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -295,7 +295,7 @@ def test_object_store(tutorial, reference, bucket, tmp_path, monkeypatch):
 def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     """By the guide's two blocks: documents are tokenized while two workers train on them."""
     config = small(vocab_size=50_257, block_size=64, batch_size=8)
-    names = vars(tutorial) | {"config": config}
+    names = vars(tutorial) | {"config": config, "dataset": corpus.builtin}
     run_from_guide("def train_on_stream(", names)
     found = run_from_guide("streamed = replace(", names)["result"].return_value
     assert found["step"] == 20 and found["loss"] < 10.8  # ln 50,257
