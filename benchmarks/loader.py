@@ -29,9 +29,7 @@ def measure(folder: Path) -> float:
     common.start_ray(num_cpus=common.CORES)
     workers.limit_data()
     steps = range(10**6 // config.batch_size)
-    batches = tutorial.read_batches(
-        config, tutorial.create_mesh(config), "train", steps
-    )
+    batches = tutorial.read_batches(config, tutorial.create_mesh(config), steps)
     next(batches)
     start = time.perf_counter()
     tokens = sum(len(windows) * config.block_size for windows in batches)

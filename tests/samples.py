@@ -38,10 +38,9 @@ def windows_for(config, steps, seed=1) -> np.ndarray:
 def losses_alone(tutorial, config) -> list[float]:
     """The losses of a run, computed by this process, on the mesh that is set."""
     state, losses = tutorial.create_state(config), []
+    batches = token_files.Windows(config, "train", np.arange(config.batch_size))
     for step in range(config.max_steps):
-        rows = np.arange(config.batch_size)
-        windows = token_files.read(config, "train", step, rows)
-        state, metrics = tutorial.train_step(state, windows, config)
+        state, metrics = tutorial.train_step(state, batches.read(step), config)
         losses.append(float(metrics["loss"]))
     return losses
 

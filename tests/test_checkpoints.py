@@ -93,12 +93,16 @@ def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):
 
 
 def test_a_notice_that_a_machine_goes_away_saves_once(play, config, monkeypatch):
-    """It is asked for every ten steps, until there is one."""
+    """At once, without an evaluation, which neither log nor curve shows; then asks no more."""
     notices = iter([None, "soon"])
     monkeypatch.setattr(ray.train, "get_preemption_info", notices.__next__)
-    reports = play(replace(config, max_steps=31, eval_interval=31))
-    assert [name for name, _ in reports] == ["step_00000020", "step_00000031"]
-    assert all("val_loss" in metrics for _, metrics in reports)
+    config = replace(config, max_steps=31, eval_interval=31, notice_interval=7)
+    reports = play(config)
+    assert [name for name, _ in reports] == ["step_00000014", "step_00000031"]
+    ranked = [metrics["val_loss"] for _, metrics in reports]
+    assert ranked[0] == 1e9 and ranked[1] < 10
+    shown = [line["step"] for line in log_of(config) if "val_loss" in line]
+    assert shown == [31] and 14 in [line["step"] for line in log_of(config)]
 
 
 @pytest.mark.parametrize("turn", range(3))
@@ -229,7 +233,7 @@ def test_a_launch_without_a_name_is_refused(config, cluster):
     """By what it calls before workers start."""
     scaling = ray.train.ScalingConfig(num_workers=2)
     with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
-        workers.settings(replace(config, run_name=None), scaling, None)
+        workers.settings(replace(config, run_name=None), scaling, None, None)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):

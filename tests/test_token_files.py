@@ -1,6 +1,7 @@
 """Step 2: the folder of token files, what is refused, and the order of their windows."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,38 +100,62 @@ def test_a_window_needs_a_token_after_its_last(small, write_bins, tokens, window
     config = write_bins(small(batch_size=windows), tokens, tokens)
     assert token_files.count_windows(config, "val") == windows
     whole = token_files.open_tokens(config, "val")
-    found = token_files.read(config, "val", 0, np.array([windows - 1, 0]))
+    found = token_files.Windows(config, "val", np.array([windows - 1, 0])).read(0)
     np.testing.assert_array_equal(found, [whole[16 * windows - 16 :][:17], whole[:17]])
+
+
+def of(config, split: str) -> token_files.Windows:
+    return token_files.Windows(config, split, np.arange(config.batch_size))
 
 
 def test_each_window_once_an_epoch(small, write_bins):
     """Of 125 windows, four a step, steps 31 and 62 have those of two epochs."""
     config = write_bins(small())
-    steps = [token_files.windows_of(config, "train", step) for step in range(94)]
+    steps = [of(config, "train").numbers(step) for step in range(94)]
     epochs = np.concatenate(steps)[:375].reshape(3, 125)
     assert all(sorted(epoch) == [*range(125)] for epoch in epochs)
     assert len({*map(bytes, epochs)}) == 3
     first = [4, 86, 25, 3, 66, 44, 83, 87]  # for ever, or runs go on in another order
     assert epochs[0][:8].tolist() == first and epochs.dtype == np.int64
     other = dataclasses.replace(config, seed=1)
-    assert (token_files.windows_of(other, "train", 0) != steps[0]).any()
-    val = [token_files.windows_of(config, "val", step) for step in range(7)]
+    assert (of(other, "train").numbers(0) != steps[0]).any()
+    val = [of(config, "val").numbers(step) for step in range(7)]
     np.testing.assert_array_equal(np.concatenate(val), np.arange(28) % 25)
 
 
 def test_steps_keep_their_order(tutorial, cluster, small, write_bins):
     """On the devices of the mesh."""
     config, mesh = write_bins(small()), jax.sharding.get_mesh()
-    batches = tutorial.read_batches(config, mesh, "train", range(7, 70))
+    batches = tutorial.read_batches(config, mesh, range(7, 700))
     for step, batch in enumerate(batches, 7):
-        expected = token_files.read(config, "train", step, np.arange(4))
+        expected = of(config, "train").read(step)
         np.testing.assert_array_equal(batch, expected, strict=True)
-    assert step == 69
+    assert step == 699  # of three tasks
 
 
-def test_a_worker_reads_the_rows_that_its_devices_hold(tutorial):
+def test_a_worker_reads_the_rows_that_its_devices_hold(tutorial, small, monkeypatch):
     """Each once, though devices on other axes hold the same ones."""
     held = {0: (slice(2, 4), slice(None)), 1: (slice(2, 4), slice(None))}
     held[2] = (slice(0, 2), slice(None))
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: held)
-    assert tutorial.rows_of_this_worker(sharding, (6, 17)).tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(tutorial, "NamedSharding", lambda *_: sharding)
+    rows, _ = tutorial.share_of_batch(small(batch_size=6), None)
+    assert rows.tolist() == [0, 1, 2, 3]
+
+
+def test_a_task_opens_its_file_once(small, write_bins, monkeypatch):
+    """And counts nothing: that was done before the object was sent."""
+    sent = pickle.dumps(of(write_bins(small()), "train"))
+    expected = [of(small(), "train").read(step) for step in range(3)]
+    opened, monkeypatched = [], Path.open
+
+    def note(path, *mode, **options):
+        opened.append(path.name)
+        return monkeypatched(path, *mode, **options)
+
+    monkeypatch.setattr(Path, "open", note)
+    monkeypatch.setattr(token_files, "count_windows", None)
+    windows = pickle.loads(sent)
+    found = [windows.read(step) for step in range(3)]
+    np.testing.assert_array_equal(found, expected)
+    assert opened == ["train.bin"] and pickle.loads(pickle.dumps(windows))

@@ -41,8 +41,7 @@ RECORD = "checkpoint_manager_snapshot.json"
 
 def evaluate(tutorial, config, model) -> float:
     """As the loop does it, in this process."""
-    mesh, steps = jax.sharding.get_mesh(), range(config.eval_steps)
-    batches = tutorial.read_batches(config, mesh, "val", steps)
+    batches = tutorial.read_validation(config, jax.sharding.get_mesh())
     return np.mean([tutorial.eval_step(model, x, config) for x in batches])
 
 

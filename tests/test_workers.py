@@ -97,7 +97,30 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
     """In the driver; of an elastic run, for each number."""
     scaling = ScalingConfig(**options)
     with pytest.raises(ValueError, match=words):
-        trainkit.workers.settings(small(**changes), scaling, None)
+        trainkit.workers.settings(small(**changes), scaling, None, None)
+
+
+FAILS = [  # on the workers, otherwise
+    (
+        {"vocab_size": 640, "fsdp": 2, "n_embd": 33, "n_head": 3},
+        "model.h.0.attn.c_proj.kernel of shape .33",
+    ),
+    ({"n_embd": 33}, "n_head|divisible|reshape"),
+    ({"loss_chunks": 3}, "split"),
+    ({"n_head": 1, "tensor_parallel": 2}, "divisible|not evenly|tensor"),
+    ({"attention": "splash"}, "splash takes 512 tokens at once, and block_size, 16"),
+    ({"attention": "cudnn"}, "attention: cudnn computes in bfloat16"),
+]
+
+
+@pytest.mark.parametrize("changes, words", FAILS)
+def test_what_would_fail_on_the_workers_fails_before(
+    tutorial, small, write_bins, cluster, changes, words
+):
+    """On the mesh that they will have, with the name of the array."""
+    config = write_bins(small(**changes))
+    with pytest.raises(Exception, match=words):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 
 def test_what_the_cluster_lacks_is_said(

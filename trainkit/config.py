@@ -86,6 +86,7 @@ class TrainingConfig(RecipeConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; a checkpoint follows each evaluation
+    notice_interval: PositiveInt = 10  # steps; whether a machine will be taken away
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker

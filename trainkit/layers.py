@@ -5,15 +5,17 @@ In the comments, B is the batch, T the tokens of a window, D the width, H the he
 rows of the token embedding.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from trainkit.config import TrainingConfig
 
@@ -42,6 +44,52 @@ def check_parameters(model: nnx.Module) -> nnx.Module:
                 "expected each array once, as an nnx.Param of float32"
             )
     return model
+
+
+def check_sharding(
+    config: TrainingConfig, devices: int, abstract_state: Callable, loss_fn: Callable
+) -> None:
+    """Refuse what would fail on so many devices, without one of them.
+
+    Raises:
+        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, or a
+            kernel doesn't take the configuration, or an array of the model is no parameter.
+        Exception: what the loss raises when it is traced.
+    """
+    if config.attention == "splash" and config.block_size % _SPLASH_BLOCK:
+        raise ValueError(
+            f"attention: splash takes {_SPLASH_BLOCK} tokens at once, and block_size, "
+            f"{config.block_size}, is no multiple of that"
+        )
+    if config.attention == "cudnn" and config.compute_dtype != "bfloat16":
+        raise ValueError("attention: cudnn computes in bfloat16. Set compute_dtype")
+    data = devices // (config.fsdp * config.tensor_parallel)
+    shape = (data, config.fsdp, config.tensor_parallel)
+    names = ("data", "fsdp", "tensor")
+    mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
+    state = abstract_state(config, mesh)
+    for path, x in jax.tree.leaves_with_path(state):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        try:
+            x.sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
+                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, shape))}: {error}"
+            ) from None
+    check_parameters(state.model)
+    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
+    traced = dataclasses.replace(config, attention="xla")
+    windows = jax.ShapeDtypeStruct(
+        (shape[0] * shape[1], config.block_size + 1), "uint16"
+    )
+
+    def trace() -> None:
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
+
+    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
+        pool.submit(trace).result()
 
 
 def on_each_device(kernel: Callable) -> Callable:

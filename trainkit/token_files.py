@@ -8,6 +8,7 @@ A *window* is `block_size + 1` tokens, of which the next window shares the last.
 import contextlib
 import functools
 import hashlib
+import io
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -136,33 +137,51 @@ def _order(seed: int, epoch: int, windows: int) -> np.ndarray:
     return np.random.RandomState([seed, epoch]).permutation(windows)
 
 
-def windows_of(config: TrainingConfig, split: str, step: int) -> np.ndarray:
-    """Which windows of a file are the batch of a step, int64 [batch_size].
+class Windows:
+    """The windows of train.bin or val.bin, by step.
 
-    They are a function of the seed and the step: an epoch of "train" has each window once,
-    in an order of its own. "val" isn't shuffled.
+    An object is sent to a task as it is, which opens the file once.
     """
-    places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
-    n_windows = count_windows(config, split)
-    epochs, windows = np.divmod(places, n_windows)
-    if split == "train":
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = _order(config.seed, int(epoch), n_windows)[windows[here]]
-    return windows
 
+    def __init__(self, config: TrainingConfig, split: str, rows: np.ndarray):
+        """Of the batch of each step, these rows."""
+        self._config = config
+        self._split = split
+        self._rows = rows
+        self._count = count_windows(config, split)
 
-def read(config: TrainingConfig, split: str, step: int, rows: np.ndarray) -> np.ndarray:
-    """These rows of the batch of a step, `config.token_dtype` [rows, block_size + 1].
+    def numbers(self, step: int) -> np.ndarray:
+        """Which windows of the file are the batch of a step, int64 [batch_size].
 
-    Raises:
-        OSError: the file ends too soon.
-    """
-    windows = windows_of(config, split, step)[rows]
-    tokens = np.empty((len(windows), config.block_size + 1), config.token_dtype)
-    with path_of(config, split).open("rb", buffering=0) as file:  # faster than a memmap
+        They are a function of the seed and the step: an epoch of "train" has each window
+        once, in an order of its own. "val" isn't shuffled.
+        """
+        size, seed = self._config.batch_size, self._config.seed
+        places = np.arange(step * size, (step + 1) * size)
+        epochs, windows = np.divmod(places, self._count)
+        if self._split == "train":
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                windows[here] = _order(seed, int(epoch), self._count)[windows[here]]
+        return windows
+
+    def read(self, step: int) -> np.ndarray:
+        """The rows of the batch of a step, `config.token_dtype` [rows, block_size + 1].
+
+        Raises:
+            OSError: the file ends too soon.
+        """
+        windows, T = self.numbers(step)[self._rows], self._config.block_size
+        tokens = np.empty((len(windows), T + 1), self._config.token_dtype)
         for row, window in zip(tokens, windows.tolist()):
-            file.seek(window * config.block_size * tokens.itemsize)
-            if file.readinto(row) != row.nbytes:
-                raise OSError(f"{file.name} ended in window {window}")
-    return tokens
+            self._file.seek(window * T * tokens.itemsize)
+            if self._file.readinto(row) != row.nbytes:
+                raise OSError(f"{self._file.name} ended in window {window}")
+        return tokens
+
+    @functools.cached_property
+    def _file(self) -> io.FileIO:
+        return path_of(self._config, self._split).open("rb", buffering=0)  # no memmap
+
+    def __getstate__(self) -> dict:
+        return {name: x for name, x in vars(self).items() if name != "_file"}

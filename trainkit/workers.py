@@ -21,14 +21,21 @@ from trainkit.config import TrainingConfig
 
 
 def settings(
-    config: TrainingConfig, scaling: ScalingConfig, create_state: Callable
+    config: TrainingConfig,
+    scaling: ScalingConfig,
+    abstract_state: Callable,
+    loss_fn: Callable,
 ) -> dict:
     """What `start` gets. Prints what the cluster lacks, and refuses what would fail later.
 
+    Args:
+        abstract_state: `abstract_state(config, mesh)` gives the state's shapes and shardings.
+        loss_fn: `loss_fn(model, windows, config)`.
+
     Raises:
         FileNotFoundError: there are no tokens.
-        ValueError: the run couldn't be continued, the workers can't share a batch, or
-            `create_state(config)` fails.
+        ValueError: the run couldn't be continued, the workers can't share a batch, an array
+            can't be sharded, or the model or its loss can't be traced.
     """
     runs.check_folder(config)
     if scaling.max_workers < 1:
@@ -37,9 +44,12 @@ def settings(
         )
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
     step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
-    for workers in range(scaling.min_workers, scaling.max_workers + 1, step):
-        config.split(int(workers * each))
-    jax.eval_shape(lambda: layers.check_parameters(create_state(config).model))
+    numbers = range(scaling.min_workers, scaling.max_workers + 1, step)
+    devices = [int(workers * each) for workers in numbers]
+    for number in devices:
+        config.split(number)
+    for number in devices:
+        layers.check_sharding(config, number, abstract_state, loss_fn)
     asked = scaling.total_resources
     share = scaling.min_workers / scaling.max_workers
     there = {kind: ray.cluster_resources().get(kind, 0) for kind in asked}
