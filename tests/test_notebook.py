@@ -108,8 +108,8 @@ def edited(name: str, *edits: tuple[str, str]):
 
 
 TEXTS = """
-    rows = [{"text": f"%s {i}"} for i in range(2_000)]
-    return [ray.data.from_items(rows)] * 2"""
+    texts = ([f"%s {i}" for i in range(n, n + 2_000)] for n in (0, 10_000))
+    return [ray.data.from_items([{"text": text} for text in part]) for part in texts]"""
 
 
 @pytest.mark.extra
