@@ -37,8 +37,8 @@ SURVIVE = '''"""A training run in JAX that survives: launched, saved, and restor
     python survive.py
 
 Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
-your step, and your data in place of `create_line`, `line_step`, and `read_points`. Another
-name makes another run; the same name continues.
+your step, and your data in place of `create_line`, `line_step`, and `read_points`. The same
+name continues a run, a finished one if you raise `steps`. A changed model needs another name.
 """
 
 import os
@@ -51,7 +51,7 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only
 
 if __name__ == "__main__":
     ray.init()
-    make_line_trainer("my-run", log).fit()
+    make_line_trainer("my-run", steps=24, log=log).fit()
 '''
 
 
@@ -135,7 +135,8 @@ def with_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def survive(notebook: nbformat.NotebookNode) -> str:
     """The program of the cells that have the tag `survive`."""
     cells = [c for c in notebook.cells if "survive" in c.metadata.get("tags", [])]
-    code = SURVIVE.format("\n\n".join(cell.source for cell in cells))
+    code = "\n\n".join(cell.source for cell in cells).replace("import os\n", "")
+    code = SURVIVE.format(code)
     tidy = ["ruff", "format", "--stdin-filename", "survive.py", "-"]
     return subprocess.run(
         tidy, input=code, capture_output=True, text=True, check=True

@@ -3,8 +3,8 @@
     python survive.py
 
 Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
-your step, and your data in place of `create_line`, `line_step`, and `read_points`. Another
-name makes another run; the same name continues.
+your step, and your data in place of `create_line`, `line_step`, and `read_points`. The same
+name continues a run, a finished one if you raise `steps`. A changed model needs another name.
 """
 
 import os
@@ -16,7 +16,6 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only
 
 import faulthandler
 import logging
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -171,10 +170,10 @@ def log(folder: Path, step: int, loss: float) -> None:
             print(step, loss, sep=",", file=file)
 
 
-def make_line_trainer(name: str, log) -> JaxTrainer:
+def make_line_trainer(name: str, steps: int, log) -> JaxTrainer:
     return JaxTrainer(
         partial(fit_line_and_survive, log=log),
-        train_loop_config={"folder": str(storage / name), "steps": 24},
+        train_loop_config={"folder": str(storage / name), "steps": steps},
         scaling_config=scaling,
         run_config=ray.train.RunConfig(
             name=name,
@@ -190,4 +189,4 @@ def make_line_trainer(name: str, log) -> JaxTrainer:
 
 if __name__ == "__main__":
     ray.init()
-    make_line_trainer("my-run", log).fit()
+    make_line_trainer("my-run", steps=24, log=log).fit()

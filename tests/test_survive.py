@@ -29,8 +29,8 @@ def workers_of(driver: int) -> list[psutil.Process]:
 def test_a_worker_and_then_the_driver_are_killed(tmp_path):
     """Each time, the run continues from its newest checkpoint, with the same losses."""
     program = (ROOT / "examples/survive.py").read_text()
-    assert program.count('"steps": 24') == 1
-    program = program.replace('"steps": 24', '"steps": 200')
+    assert program.count("steps=24") == 1
+    program = program.replace("steps=24", "steps=200")
     pause = (
         "        if step % 8 == 0 or"  # or the run would be over before it is killed
     )
