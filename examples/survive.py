@@ -9,9 +9,7 @@ name continues a run, a finished one if you raise `steps`. A changed model needs
 
 import os
 
-os.environ["JAX_PLATFORMS"] = (
-    "cpu"  # of this process; workers have devices of their own
-)
+os.environ["JAX_PLATFORMS"] = "cpu"  # of this process only
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only once
 
 import faulthandler
