@@ -120,7 +120,7 @@ def test_what_is_edited_is_what_runs(tmp_path):
     again = cells_of_a_job()
     for cell in again:
         cell.id, cell.source = f"{cell.id}-again", cell.source.replace(line, short)
-    body = "\n    texts = " + edited("my-text").source.partition("\n    texts = ")[2]
+    body = "\n    files = " + edited("my-text").source.partition("\n    files = ")[2]
     own = line.replace(")", ", dataset='my_text', data_dir=f'{storage}/%s')")
     edits = [
         edited("my-text", (body, TEXTS % "red")),
