@@ -15,7 +15,7 @@ import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "README.ipynb"
-GIVEN = {"storage": Path("storage").resolve(), "platform": "cpu"}  # which cells choose
+GIVEN = {"storage": Path("storage").resolve(), "variables": {}}  # which cells choose
 
 
 def is_definition(node: ast.stmt) -> bool:

@@ -77,7 +77,7 @@ def make_notebook(source: str) -> nbformat.NotebookNode:
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     cells = render_readme.with_outputs(notebook).cells
     title, _, text = cells[0].source.partition("\n\n")
-    text = re.sub(r", [^,\n]* to run on two CPU cores", "", text)
+    text = re.sub(r" The cells run in [^.\n]*\.", "", text)
     badges = (PLACE / "badges.md").read_text().strip()
     cells[0].source = "\n\n".join([title, badges, text])
     (setup,) = [c for c in cells if c.source.startswith("## Set up\n")]

@@ -36,8 +36,9 @@ SURVIVE = '''"""A training run in JAX that survives: launched, saved, and restor
 
     python survive.py
 
-Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
-your step, and your data in place of `create_line`, `line_step`, and `read_points`. The same
+Made from the tutorial's cells by ci/render_readme.py. Set `storage` to a folder that all
+machines share, choose `scaling`, and put your state, your step, and your data in place of
+`create_line`, `line_step`, and `read_points`. The same
 name continues a run, a finished one if you raise `steps`. A changed model needs another name.
 """
 

@@ -2,8 +2,9 @@
 
     python survive.py
 
-Made from the tutorial's cells by ci/render_readme.py. Choose `scaling`, and put your state,
-your step, and your data in place of `create_line`, `line_step`, and `read_points`. The same
+Made from the tutorial's cells by ci/render_readme.py. Set `storage` to a folder that all
+machines share, choose `scaling`, and put your state, your step, and your data in place of
+`create_line`, `line_step`, and `read_points`. The same
 name continues a run, a finished one if you raise `steps`. A changed model needs another name.
 """
 
@@ -70,8 +71,9 @@ SCALING = {
         resources_per_worker={"TPU": 4},
     ),
 }
-scaling = SCALING["cpu"]  # for steps 1 and 2
+scaling = SCALING["cpu"]
 platform = "tpu" if scaling.use_tpu else "cuda" if scaling.use_gpu else "cpu"
+variables = {"JAX_PLATFORMS": platform, "grpc_proxy": ""}  # no proxy between workers
 
 
 def jax_config(scaling: ScalingConfig) -> JaxConfig:
@@ -179,7 +181,7 @@ def make_line_trainer(name: str, steps: int, log) -> JaxTrainer:
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
             failure_config=ray.train.FailureConfig(max_failures=3),  # then fit() raises
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": platform}},
+            worker_runtime_env={"env_vars": variables},
         ),
         jax_config=jax_config(scaling),
     )

@@ -233,7 +233,7 @@ def test_a_launch_without_a_name_is_refused(config, cluster):
     """By what it calls before workers start."""
     scaling = ray.train.ScalingConfig(num_workers=2)
     with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
-        workers.settings(replace(config, run_name=None), scaling, None, None)
+        workers.settings(replace(config, run_name=None), scaling, *[None] * 3)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):

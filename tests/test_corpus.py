@@ -1,4 +1,4 @@
-"""Step 2: documents become tokens, in order and all of them; what is refused."""
+"""Step 3: documents become tokens, in order and all of them; what is refused."""
 
 import json
 import re

@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -142,6 +143,11 @@ OTHERS = {  # what a person makes of GPT-2
         lambda m: setattr(m, "head", nnx.Linear(32, 9, rngs=nnx.Rngs(0))),
         r"head.bias \(9,\), expected None",
     ),
+    "another scale": (
+        lambda m: setattr(m.ln_f, "extra", nnx.Param(jnp.ones(32))),
+        "two of its arrays are ln_f.weight",
+    ),
+    "no wte": (lambda m: delattr(m, "wte"), "wte.weight None, expected"),
     "wider": (
         lambda m: setattr(m.h[1].mlp, "c_fc", nnx.Linear(32, 96, rngs=nnx.Rngs(0))),
         r"h.1.mlp.c_fc.bias \(96,\), expected \(128,\)",

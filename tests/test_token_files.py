@@ -1,4 +1,4 @@
-"""Step 2: the folder of token files, what is refused, and the order of their windows."""
+"""Step 3: the folder of token files, what is refused, and the order of their windows."""
 
 import dataclasses
 import pickle

@@ -1,4 +1,4 @@
-"""Step 4: the optimizer and the train step, against PyTorch and against themselves."""
+"""Steps 4 and 5: the optimizer and the train step, against PyTorch and against themselves."""
 
 import jax
 import numpy as np

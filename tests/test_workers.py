@@ -97,7 +97,7 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
     """In the driver; of an elastic run, for each number."""
     scaling = ScalingConfig(**options)
     with pytest.raises(ValueError, match=words):
-        trainkit.workers.settings(small(**changes), scaling, None, None)
+        trainkit.workers.settings(small(**changes), scaling, *[None] * 3)
 
 
 FAILS = [  # on the workers, otherwise
@@ -105,9 +105,9 @@ FAILS = [  # on the workers, otherwise
         {"vocab_size": 640, "fsdp": 2, "n_embd": 33, "n_head": 3},
         "model.h.0.attn.c_proj.kernel of shape .33",
     ),
-    ({"n_embd": 33}, "n_head|divisible|reshape"),
-    ({"loss_chunks": 3}, "split"),
-    ({"n_head": 1, "tensor_parallel": 2}, "divisible|not evenly|tensor"),
+    ({"n_embd": 33}, "cannot reshape array"),
+    ({"loss_chunks": 3}, "equal division"),
+    ({"n_head": 1, "tensor_parallel": 2}, "axis sizes that are not even"),
     ({"attention": "splash"}, "splash takes 512 tokens at once, and block_size, 16"),
     ({"attention": "cudnn"}, "attention: cudnn computes in bfloat16"),
 ]
@@ -120,6 +120,23 @@ def test_what_would_fail_on_the_workers_fails_before(
     """On the mesh that they will have, with the name of the array."""
     config = write_bins(small(**changes))
     with pytest.raises(Exception, match=words):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+
+
+def test_kernels_that_the_driver_lacks_are_no_mistake(
+    tutorial, small, write_bins, cluster, monkeypatch
+):
+    """It has no GPU; and an array in two places is one, which a step would train as two."""
+    config = write_bins(small(attention="cudnn", compute_dtype="bfloat16"))
+    tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+
+    def tied(config):
+        model = tutorial.GPT2(config, rngs=tutorial.nnx.Rngs(0))
+        model.h[0].mlp.c_fc.kernel = model.h[1].mlp.c_fc.kernel
+        return model
+
+    monkeypatch.setattr(tutorial, "create_model", tied)
+    with pytest.raises(ValueError, match="create_model: h.1.*also h.0.mlp.c_fc.kernel"):
         tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 

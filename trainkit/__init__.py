@@ -9,7 +9,7 @@ layers        attention's kernels, the loss in parts, scanned blocks
 runs          what a launch continues, one at a time
 buckets       checkpoints in a bucket
 checkpoints   the model in a checkpoint
-workers       environment, the right GPUs, how each starts
+workers       what would fail, environment, how each starts
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """

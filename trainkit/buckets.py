@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import ray.train
@@ -79,18 +80,24 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         saving = checkpointer.save_async(step, arrays, custom_metadata=about)
     packed = f"{context.get_world_rank()}.tar"
 
+    uploaded = Future()
+
     def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-        saving.result()
-        checkpointer.close()
-        with tarfile.open(local / packed, "w") as tar:
-            tar.add(local / str(step), ".")
-        files, root = _open(folder)
-        place = f"{root}/{name}"
-        fs.copy_files(
-            os.fspath(local / packed), f"{place}/{packed}", destination_filesystem=files
-        )
-        shutil.rmtree(local)
-        return Checkpoint(place, files)
+        try:
+            saving.result()
+            checkpointer.close()
+            with tarfile.open(local / packed, "w") as tar:
+                tar.add(local / str(step), ".")
+            shutil.rmtree(local / str(step))
+            files, root = _open(folder)
+            there = {"destination_filesystem": files}
+            fs.copy_files(str(local / packed), f"{root}/{name}/{packed}", **there)
+            shutil.rmtree(local)
+        except BaseException as error:
+            uploaded.set_exception(error)
+            raise
+        uploaded.set_result(None)
+        return Checkpoint(f"{root}/{name}", files)
 
     ray.train.report(
         metrics,
@@ -100,7 +107,7 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         checkpoint_upload_fn=pack_and_upload,
         delete_local_checkpoint_after_upload=False,
     )
-    return saving
+    return uploaded  # so that, before the next one, the loop waits for it
 
 
 def _open(folder: epath.PathLike) -> tuple[fs.FileSystem, str]:

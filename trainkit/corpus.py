@@ -113,13 +113,15 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
             def note(document: int) -> None:
                 if document in hashes:
                     repeated.add(document)
+                    _refuse_repeated(len(repeated), len(hashes))
 
             in_train = _append(folder / "train.bin", train, config.token_dtype, note)
             for key in in_train:
                 manifest[key] = {"train": in_train[key], "val": in_val[key]}
             if not all(manifest["documents"].values()):
                 raise ValueError(f"dataset: an empty part in {manifest['documents']}")
-            _check_repeated(len(repeated), len(hashes))
+            if repeated:
+                print(f"{_said(len(repeated), len(hashes))}.")
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except OSError:
         if not (Path(config.data_dir) / "manifest.json").exists():
@@ -172,16 +174,17 @@ def _two_parts(name: str, made: object) -> list[Dataset | datasets.Dataset]:
 _MOST_REPEATED = 0.25
 
 
-def _check_repeated(repeated: int, documents: int) -> None:
-    """Say how many of val's documents are in train, too; refuse what can't be by chance."""
-    said = f"{repeated:,} of {documents:,} different documents in val are in train, too"
+def _refuse_repeated(repeated: int, documents: int) -> None:
     if repeated > _MOST_REPEATED * documents:
         raise ValueError(
-            f"dataset: {said}. A source that shuffles anew each time it is read, without a "
-            "seed, gives each part other documents. Split by a hash, or seed it"
+            f"dataset: {_said(repeated, documents)}, at least. A source that shuffles anew "
+            "each time it is read gives each part other documents: seed it. If the texts "
+            "repeat, split by a hash, which keeps equal ones together"
         )
-    if repeated:
-        print(said)
+
+
+def _said(repeated: int, documents: int) -> str:
+    return f"{repeated:,} of {documents:,} different documents in val are in train, too"
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:

@@ -162,11 +162,16 @@ def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
         *modules, module, leaf = map(str, path)
         theirs = "c_attn" if module in ("query", "key", "value") else module
         kind = "bias" if leaf == "bias" else "weight"
-        parts[".".join([*modules, theirs, kind])][module] = x[...]
+        name = ".".join([*modules, theirs, kind])
+        if module in parts[name]:
+            raise ValueError(f"the model is no GPT-2: two of its arrays are {name}")
+        parts[name][module] = x[...]
     for name, found in parts.items():
         qkv = [found[part] for part in ("query", "key", "value") if part in found]
         parts[name] = jnp.concatenate(qkv or [*found.values()], axis=-1)
-    return dict(parts) | {"wte.weight": parts["wte.weight"][: model.config.vocab_size]}
+    if "wte.weight" in parts:
+        parts["wte.weight"] = parts["wte.weight"][: model.config.vocab_size]
+    return dict(parts)
 
 
 def _folder(name: str) -> Path:

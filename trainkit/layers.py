@@ -53,7 +53,7 @@ def check_sharding(
 
     Raises:
         ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, or a
-            kernel doesn't take the configuration, or an array of the model is no parameter.
+            kernel doesn't take the configuration.
         Exception: what the loss raises when it is traced.
     """
     if config.attention == "splash" and config.block_size % _SPLASH_BLOCK:
@@ -67,7 +67,9 @@ def check_sharding(
     shape = (data, config.fsdp, config.tensor_parallel)
     names = ("data", "fsdp", "tensor")
     mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
-    state = abstract_state(config, mesh)
+    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
+    traced = dataclasses.replace(config, attention="xla")
+    state = abstract_state(traced, mesh)
     for path, x in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
@@ -77,9 +79,6 @@ def check_sharding(
                 f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
                 f"{x.sharding.spec} on a mesh of {' x '.join(map(str, shape))}: {error}"
             ) from None
-    check_parameters(state.model)
-    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
-    traced = dataclasses.replace(config, attention="xla")
     windows = jax.ShapeDtypeStruct(
         (shape[0] * shape[1], config.block_size + 1), "uint16"
     )

@@ -23,12 +23,14 @@ from trainkit.config import TrainingConfig
 def settings(
     config: TrainingConfig,
     scaling: ScalingConfig,
+    create_state: Callable,
     abstract_state: Callable,
     loss_fn: Callable,
 ) -> dict:
     """What `start` gets. Prints what the cluster lacks, and refuses what would fail later.
 
     Args:
+        create_state: `create_state(config)` gives the first state.
         abstract_state: `abstract_state(config, mesh)` gives the state's shapes and shardings.
         loss_fn: `loss_fn(model, windows, config)`.
 
@@ -48,6 +50,7 @@ def settings(
     devices = [int(workers * each) for workers in numbers]
     for number in devices:
         config.split(number)
+    jax.eval_shape(lambda: layers.check_parameters(create_state(config).model))
     for number in devices:
         layers.check_sharding(config, number, abstract_state, loss_fn)
     asked = scaling.total_resources
