@@ -35,6 +35,6 @@ def set_up_driver() -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
     by_jax = r"JAX distributed service|JAX detected|Initialized JAX|\[Gloo\] R|preemption_sync"
-    by_ray = "Reporting t|PreemptionWatcher|Error during JAX distributed shutdown"
+    by_ray = "Reporting t|PreemptionWatcher"
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", f"{by_jax}|{by_ray}")
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"

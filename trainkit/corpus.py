@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray.data import Dataset
+from ray.util.debug import log_once
 from tqdm import tqdm
 
 from trainkit import token_files, tokenizers
@@ -251,6 +252,9 @@ def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
 def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
     """Write the tokens of documents to a file, and `note` each one's hash; what is in it."""
     tokenized.context.enable_progress_bars = False
+    log_once(
+        "ray_data_progress_manager_disabled"
+    )  # or Ray would say that it shows none
     tokenized.context.execution_options.preserve_order = True
     found = {"documents": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
