@@ -74,8 +74,8 @@ _, half = run(4, 1, 1, 3, compute_dtype="bfloat16")
 others = []
 for name in ("create_model", "loss_fn", "RULES"):
     setattr(tutorial, name, getattr(llama, name))
-for mesh in (1, 1, 1), (2, 2, 2):
-    model, found = run(*mesh, 3, jit=True, tokenizer="builtin", vocab_size=2048)
+for mesh in (1, 1, 1), (2, 2, 2):  # with an odd vocabulary, such as GPT-2's
+    model, found = run(*mesh, 3, jit=True, tokenizer="builtin", vocab_size=2049)
     found["part"] = model.blocks[0].qkv.kernel[...].addressable_shards[0].data.shape
     found["text"] = generate(model, ["The value"], 8, temperature=0)
     others.append(found)

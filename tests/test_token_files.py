@@ -2,12 +2,14 @@
 
 import dataclasses
 import pickle
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from accidents import disk_of
 from samples import python
 
 from trainkit import token_files
@@ -35,6 +37,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         make("val.bin")
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
+
+
+def test_a_folder_that_cant_be_made_is_named(tmp_path):
+    """As in storage that is read-only here."""
+    with disk_of(tmp_path / "disk", 1):
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+        with pytest.raises(OSError, match="Read-only") as error:
+            with token_files.new_folder(tmp_path / "disk/data"):
+                pass
+    assert error.value.__notes__ == [f"{tmp_path}/disk/data can't be made there."]
 
 
 IDS = np.random.default_rng(0).integers(0, 521, 4_000, np.uint16)
