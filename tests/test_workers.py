@@ -143,9 +143,10 @@ def test_kernels_that_the_driver_lacks_are_no_mistake(
 def test_what_the_cluster_lacks_is_said(
     tutorial, cluster, small, write_bins, capsys, monkeypatch
 ):
-    """Then Ray waits, for an hour."""
+    """Then Ray waits, for an hour. What it has and no worker uses is said, too."""
     config = write_bins(small(batch_size=840, machines="many"))
-    for workers, words in (((4, 8), "^$"), (8, "ask for .*8.*cluster has .*4")):
+    unused = "^The cluster has 2 GPUs, and the workers use 0 of them.\n$"
+    for workers, words in (((4, 8), unused), (8, "ask for .*8.*cluster has .*4")):
         scaling = ScalingConfig(num_workers=workers)  # 4 are there
         monkeypatch.setitem(tutorial.SCALING, "many", scaling)
         trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)

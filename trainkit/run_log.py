@@ -36,6 +36,8 @@ class RunLog:
         self._bar = None
         if ray.train.get_context().get_world_rank() == 0:
             begun = "is new; with this run_name, a launch continues it"
+            if "://" in config.storage_path:
+                begun += ", and nothing keeps two launches out of a bucket"
             if step:
                 begun = f"continues at step {step}, with the same settings and tokens; "
                 begun += "code isn't compared"

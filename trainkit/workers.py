@@ -27,7 +27,7 @@ def settings(
     abstract_state: Callable,
     loss_fn: Callable,
 ) -> dict:
-    """What `start` gets. Prints what the cluster lacks, and refuses what would fail later.
+    """What `start` gets. Prints what the cluster lacks or has left, and refuses mistakes.
 
     Args:
         create_state: `create_state(config)` gives the first state.
@@ -59,6 +59,13 @@ def settings(
     atexit.register(run_log.close_bars)
     if any(share * asked[kind] > there[kind] for kind in asked):
         print(f"The workers ask for {asked}. The cluster has {there}, so Ray waits.")
+    for kind in ("GPU", "TPU"):
+        count = ray.cluster_resources().get(kind, 0)
+        if count > asked.get(kind, 0):
+            used = asked.get(kind, 0)
+            print(
+                f"The cluster has {count:g} {kind}s, and the workers use {used:g} of them."
+            )
     return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
 
 
