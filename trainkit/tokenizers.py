@@ -54,11 +54,15 @@ class HuggingFaceTokenizer:
         """The tokens of a text, with none before or after it.
 
         Raises:
-            ValueError: they stand for another text: a normalizer, or an unknown token.
+            ValueError: they stand for another text, by a normalizer or an unknown token, or
+                one of them ends a text.
         """
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if self._may_change_text and self.decode(ids) != text:
-            raise ValueError(f"tokenizer: {self.path} changes the text {text!r:.200}")
+        changed = self._may_change_text and self.decode(ids) != text
+        if changed or self.eot_token in ids:
+            raise ValueError(
+                f"tokenizer: {self.path} changes or ends the text {text!r:.200}"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
