@@ -29,8 +29,10 @@ from orbax.checkpoint import v1 as orbax
 from ray.train import ScalingConfig, collective
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
+
 anyscale = Path("/mnt/cluster_storage")
 storage = anyscale / "gpt2" if anyscale.is_dir() else Path("storage").resolve()
+
 
 optimizer = optax.sgd(0.2, momentum=0.2)
 
