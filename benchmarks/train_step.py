@@ -26,20 +26,10 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainkit import workers
+from trainkit import run_log, workers
 from trainkit.config import TrainingConfig, load_config
 
 ON_CPU = TrainingConfig(compute_dtype="float32", block_size=256, device_batch_size=2)
-# Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
-PEAK_FLOPS = {
-    "NVIDIA A10G": 70e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "TPU v6 lite": 918e12,
-}
 
 
 def random_windows(config: TrainingConfig) -> np.ndarray:
@@ -131,12 +121,12 @@ def measure(path: str | None, steps: int, make_step: Callable, *arguments) -> tu
         times.append(time.perf_counter())
     speed = config.batch_size * config.block_size / np.median(np.diff(times)[2:])
     kind = jax.devices()[0].device_kind
-    peak = next((PEAK_FLOPS[k] for k in PEAK_FLOPS if kind.startswith(k)), np.inf)
-    # As nanoGPT's estimate_mfu: N has no position embedding.
-    shapes = jax.eval_shape(lambda: common.load_notebook().create_model(config))
-    weights = sum(x.size for x in jax.tree.leaves(shapes)) - shapes.wpe.embedding.size
-    flops = 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
-    return float(speed), speed * flops / peak / count, f"{count} x {kind}"
+    tutorial = common.load_notebook()
+    model = jax.eval_shape(lambda: tutorial.create_model(config))
+    arrays = {f"model.{name}": x for name, x in tutorial.named(model).items()}
+    flops = run_log.flops_per_token(config, arrays)
+    mfu = speed * flops / (run_log.peak_flops(kind) or np.inf) / count
+    return float(speed), mfu, f"{count} x {kind}"
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import ray.train
 from ray.data import DataContext
 from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxTrainer
+
+from trainkit import run_log
 
 
 def as_worker(function):
@@ -69,6 +72,24 @@ def in_the_background(function):
                 ray.shutdown()  # so that the thread ends
 
 
+@contextlib.contextmanager
+def after_each_line(act):
+    """In its block, the first worker's loop calls `act(line)` after a line, and waits."""
+    add = run_log.RunLog.add
+
+    def add_and_act(log, *arguments):
+        line = add(log, *arguments)
+        if line and ray.train.get_context().get_world_rank() == 0:
+            act(line)
+        return line
+
+    run_log.RunLog.add = add_and_act
+    try:
+        yield
+    finally:
+        run_log.RunLog.add = add
+
+
 def train_loop_of(tutorial, pause: float = 0):
     """The notebook's loop; workers note their process at each start.
 
@@ -81,7 +102,8 @@ def train_loop_of(tutorial, pause: float = 0):
         place = "{data_dir}-{run_name}-".format(**settings["config"])
         with open(f"{place}{ray.train.get_context().get_world_rank()}", "a") as file:
             print(os.getpid(), file=file)
-        train_loop(settings, send=lambda _: time.sleep(pause))
+        with after_each_line(lambda _: time.sleep(pause)):
+            train_loop(settings)
 
     return loop
 
@@ -135,3 +157,6 @@ def disk_of(folder: Path, megabytes: int):
         yield leave
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers lack this file

@@ -12,7 +12,15 @@ import jax
 import numpy as np
 import pytest
 import ray.train
-from accidents import as_worker, assert_equal_runs, disk_of, log_of, saved, wait_for
+from accidents import (
+    after_each_line,
+    as_worker,
+    assert_equal_runs,
+    disk_of,
+    log_of,
+    saved,
+    wait_for,
+)
 from conftest import ROOT
 from orbax.checkpoint import v1 as orbax
 
@@ -42,11 +50,12 @@ def reports(monkeypatch):
 def play(tutorial, cluster, reports):
     """A function that runs the loop; gives the reports to Ray, (name, metrics) each."""
 
-    def run(config, send=None, tokens=None):
+    def run(config, act=lambda line: None, tokens=None):
         reports.clear()
         settings = {"config": asdict(config), "tokens": tokens}
         try:
-            as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
+            with after_each_line(act):
+                as_worker(lambda: tutorial.train_loop_per_worker(settings))
         finally:  # wait for the last save, which a worker's end would end
             for _, how in reports[-1:]:
                 how["checkpoint_upload_fn"](None, "")

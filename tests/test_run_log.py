@@ -4,13 +4,21 @@ import json
 import os
 import re
 import signal
+import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from accidents import as_worker, in_the_background, last_step, log_of, wait_for
 from samples import python, run_from_guide
 
 from trainkit import run_log
+
+
+def at_step(step: int) -> dict:
+    """A state that has no more than that."""
+    return {"step": jnp.array(step)}
 
 
 def test_lines_after_a_restart(small, monkeypatch, capfd):
@@ -33,7 +41,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     (config.run_path / "metrics.jsonl").write_text("\n".join(old))
 
     def loop() -> None:
-        with run_log.RunLog(config, 7, send) as log:
+        with run_log.RunLog(config, at_step(7), send) as log:
             for step in range(8, 13):
                 now[0] += 0.25  # for 4 windows of 16 tokens
                 evaluated = {"val_loss": 4.0} if step == 12 else {}
@@ -48,7 +56,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     said = capfd.readouterr().out
     for line in (
         "run continues at step 7, with the same settings and tokens; code isn't compared"
-        " | devices 1 | mesh 1 x 1 x 1 | batch 4 | per device 4",
+        " | devices 1 | mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4 | state",
         "step 10 | tokens 640 | loss 20 | tokens_per_s 256",
         "send failed at step 12; the run continues: ConnectionError('gone')",
     ):
@@ -62,7 +70,7 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
     files = []
 
     def loop() -> None:
-        with run_log.RunLog(config, 0) as log:
+        with run_log.RunLog(config, at_step(0)) as log:
             for step in (1, 2):
                 log.add(step, {"loss": 1.0}, False)
                 files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
@@ -74,8 +82,58 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
     assert files[0] == files[1] == os.stat(config.run_path / "metrics.jsonl").st_ino
 
 
+def test_a_tracker_that_hangs_holds_nothing_up(small, monkeypatch, capfd):
+    """Neither the steps nor, for long, the end of the run."""
+    monkeypatch.setattr(run_log, "_PATIENCE", 1)
+    config = small(log_interval=1)
+    config.run_path.mkdir(parents=True)
+    held, sent = threading.Event(), []
+
+    def send(line: dict) -> None:
+        sent.append(line["step"])
+        held.wait()
+
+    def loop() -> None:
+        with run_log.RunLog(config, at_step(0), send) as log:
+            for step in (1, 2):
+                log.add(step, {"loss": 1.0}, False)
+
+    as_worker(loop)
+    assert sent == [1] and [line["step"] for line in log_of(config)] == [1, 2]
+    assert "send took over 1 s" in capfd.readouterr().out
+    held.set()
+
+
+def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
+    """MFU, where the peak is known, and the memory that the state takes on each device."""
+    config = small(fsdp=2, log_interval=1)
+    mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
+    arrays = tutorial.named(tutorial.abstract_state(config, mesh)) | at_step(0)
+    monkeypatch.setattr(run_log, "_PEAK_FLOPS", {jax.devices()[0].device_kind: 1e9})
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    now = iter([100.0, 100.5])
+    monkeypatch.setattr(run_log.time, "perf_counter", now.__next__)
+    config.run_path.mkdir(parents=True)
+
+    def loop() -> dict:
+        with run_log.RunLog(config, arrays) as log:
+            return log.add(1, {"loss": 1.0}, False)
+
+    # 2 layers, 32 wide: 12 D^2 in matrices, 13 D in biases and norms each; 640 rows of tokens.
+    weights = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 640 * 32
+    flops = 6 * weights + 12 * 2 * 32 * 16
+    speed = 4 * 16 / 0.5
+    line = as_worker(loop)
+    assert line["mfu"] == pytest.approx(speed * flops / 2e9)
+    said = capfd.readouterr().out
+    assert "largest that isn't sharded model.h.0.mlp.c_fc.bias (128,)" in said
+    (found,) = re.findall(r"state ([\d.]+) MiB each", said)
+    assert float(found) == pytest.approx(3 * 4 * (weights / 2 + 512) / 2**20, rel=0.2)
+
+
 HANG = """
 import ctypes, sys, time
+import jax
 sys.path.append("tests")
 from accidents import as_worker
 from trainkit.config import TrainingConfig
@@ -88,13 +146,13 @@ config = TrainingConfig(storage_path=sys.argv[1], run_name="run", stall_timeout_
 config.run_path.mkdir(parents=True)
 
 def loop():
-    with RunLog(config, 0) as log:
+    with RunLog(config, {"step": jax.numpy.array(0)}) as log:
         for step in range(1, 5):
             time.sleep(1)
             log.add(step, {"loss": 1.0}, False)
     time.sleep(4)
     print("outside, nothing is watched", flush=True)
-    with RunLog(config, 4) as log:
+    with RunLog(config, {"step": jax.numpy.array(4)}) as log:
         wait_in_c(60)
 
 as_worker(loop)

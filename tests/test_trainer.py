@@ -32,7 +32,7 @@ from accidents import (
 from conftest import ROOT, start_ray, stop_ray
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
-from samples import losses_alone, run_from_guide
+from samples import run_from_guide
 
 from trainkit import buckets, checkpoints, corpus, runs
 
@@ -81,20 +81,23 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
 DRIVER = """
 import sys, time
-from functools import partial
 from pathlib import Path
 sys.path[:0] = ["tests", "ci"]
+from accidents import after_each_line
 from conftest import TrainingConfig, load_notebook, start_ray
 start_ray("{}")
 tutorial = load_notebook()
 tutorial.SCALING["cpu"].resources_per_worker["CPU"] = 2  # a node for each worker
 
-def send(line):
+def wait(line):
     while not Path({!r}).exists():
         time.sleep(0.1)
     time.sleep(0.3)
 
-loop = partial(tutorial.train_loop_per_worker, send=send)
+def loop(settings):
+    with after_each_line(wait):
+        tutorial.train_loop_per_worker(settings)
+
 tutorial.make_trainer(TrainingConfig(**{}), loop).fit()
 """
 
@@ -178,42 +181,6 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
         result()
     assert len(starts_of(config)) == 2
     assert_equal_runs(config, reference)
-
-
-@pytest.mark.extra
-def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch):
-    """From two workers to four, when a node comes, and back to two, when it is lost."""
-    # Each of these nodes has room for two workers and their data tasks.
-    room = {"num_cpus": 6, "resources": {"host": 2}}
-    head.add_node(**room)
-    head.wait_for_nodes()
-    scaling = ray.train.ScalingConfig(
-        num_workers=(2, 4),
-        resources_per_worker={"CPU": 2, "host": 1},
-        elastic_resize_monitor_interval_s=2.0,
-    )
-    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
-    changes = {"run_name": "elastic", "batch_size": 12, "stall_timeout_s": 900.0}
-    config = replace(reference, **changes)
-
-    def loop(settings: dict) -> None:
-        workers = ray.train.get_context().get_world_size()
-
-        def hold(line: dict) -> None:  # until Ray starts another number of workers
-            if line["step"] == {2: 12, 4: 20}[workers]:
-                time.sleep(3_600)
-
-        tutorial.train_loop_per_worker(settings, hold)
-
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
-        wait_for(lambda: last_step(config) == 12, what="what two workers do")
-        node = head.add_node(**room)
-        wait_for(lambda: last_step(config) == 20, what="what four workers do")
-        wait_for(lambda: "step_00000016" in saved(config), what="their checkpoint")
-        lose(head, node)
-        assert result().metrics["step"] == config.max_steps
-    losses, expected = log_of(config), losses_alone(tutorial, config)
-    np.testing.assert_allclose([x["loss"] for x in losses], expected, atol=1e-4)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The model in a checkpoint, which `save` of the notebook or of `buckets` has written."""
+"""Reads what `save` of the notebook or of `buckets` has written: the state, or the model."""
 
 import contextlib
 import dataclasses
@@ -14,6 +14,20 @@ from orbax.checkpoint import v1 as orbax
 from ray.train import Checkpoint
 
 from trainkit.config import TrainingConfig
+
+
+def read_once(mesh: jax.sharding.Mesh) -> orbax.Context:
+    """A `with` block in which one replica reads what is loaded, and the others receive it.
+
+    Otherwise, each process reads all that is whole on its devices. Orbax sends by adding up
+    the arrays of one replica and zeros of the others, so -0.0 becomes 0.0.
+    """
+    context = orbax.Context()
+    loading = context.array.loading
+    loading.use_load_and_broadcast = (
+        mesh.shape["data"] > 1
+    )  # along the mesh's first axis
+    return context
 
 
 def load_model(

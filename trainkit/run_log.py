@@ -4,8 +4,11 @@ import faulthandler
 import gc
 import json
 import math
+import queue
+import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,18 @@ from ray.experimental import tqdm_ray
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
+
+# Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
+_PEAK_FLOPS = {
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v6 lite": 918e12,
+}
+_PATIENCE = 60  # seconds that the end of a run waits for `send`
 
 
 class RunLog:
@@ -25,31 +40,25 @@ class RunLog:
     ends its worker, which prints where it hangs; Ray then starts all of them again.
     """
 
-    def __init__(self, config: TrainingConfig, step: int, send: Callable | None = None):
-        """Go on after a step, without later lines. `send` gets each line, on one worker."""
+    def __init__(
+        self, config: TrainingConfig, arrays: Mapping, send: Callable | None = None
+    ):
+        """Go on after a step, without later lines.
+
+        Args:
+            arrays: the state by name: `step`, those of `model.`, and the optimizer's.
+            send: gets each line, on the first worker, in a thread, so that the run doesn't wait
+                for a tracker.
+        """
         self._config = config
-        self._send = send
-        self._path = config.run_path / "metrics.jsonl"
-        self._step = step
+        self._step = int(arrays["step"])
+        self._flops = flops_per_token(config, arrays)
         self._time = time.perf_counter()
         self._recent = {}
-        self._bar = None
+        self._lines = None
         if ray.train.get_context().get_world_rank() == 0:
-            begun = "is new; with this run_name, a launch continues it"
-            if "://" in config.storage_path:
-                begun += ", and nothing keeps two launches out of a bucket"
-            if step:
-                begun = f"continues at step {step}, with the same settings and tokens; "
-                begun += "code isn't compared"
-            split = config.split(jax.device_count())
-            print(f"{config.run_name} {begun} | {_format(split)}")
-            lines = self._path.read_text().splitlines() if self._path.exists() else []
-            lines = [text for text in lines if text.endswith("}")]  # not those cut off
-            self._lines = [text for text in lines if json.loads(text)["step"] <= step]
-            self._is_bucket = "://" in config.storage_path
-            self._write()
-            self._bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
-            self._bar.update(step)
+            print(_first_line(config, arrays))
+            self._lines = _Lines(config, self._step, send)
 
     def __enter__(self) -> "RunLog":
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
@@ -57,27 +66,27 @@ class RunLog:
 
     def __exit__(self, *error) -> None:
         faulthandler.cancel_dump_traceback_later()
-        if self._bar:
-            self._bar.close()
-            if self._is_bucket:
-                self._write()
+        if self._lines:
+            self._lines.close()
 
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
 
-        Gives a line if it is time for one, or if a checkpoint follows (`saving`). Raises
-        FloatingPointError if a number since the last line is infinite or NaN.
+        Gives a line if it is time for one, or if a checkpoint follows (`saving`).
+
+        Raises:
+            FloatingPointError: a number since the last line is infinite or NaN.
+            ValueError: a metric isn't a scalar.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
         self._recent[step] = metrics
         jax.block_until_ready(self._recent.get(step - 2))
-        if self._bar:
-            self._bar.update()
+        if self._lines:
+            self._lines.bar.update()
         if not saving and step % self._config.log_interval:
             return None
         for name, value in metrics.items():
-            if jnp.shape(value):
-                shape = jnp.shape(value)
+            if shape := jnp.shape(value):
                 raise ValueError(
                     f"metrics: expected scalars, found {name} of shape {shape}"
                 )
@@ -89,40 +98,95 @@ class RunLog:
                     f"diverged at step {each}: {_format(values)}. What was saved before is "
                     "good. Lower learning_rate, which makes a new run."
                 )
+        line = self._line(step, recent[step])
+        if self._lines:
+            self._lines.add(line, saving)
+        return line
+
+    def _line(self, step: int, metrics: dict) -> dict:
+        """The metrics, and what was done since the last line."""
         tokens = self._config.batch_size * self._config.block_size  # of a step
         seconds = time.perf_counter() - self._time
-        line = {"step": step, "tokens": step * tokens, **recent[step]}
-        line["tokens_per_s"] = round((step - self._step) * tokens / seconds)
+        speed = (step - self._step) * tokens / seconds
+        line = {"step": step, "tokens": step * tokens, **metrics}
+        line["tokens_per_s"] = round(speed)
+        if peak := peak_flops(jax.devices()[0].device_kind):
+            line["mfu"] = speed * self._flops / (peak * jax.device_count())
         self._step = step
         self._time += seconds
-        if self._bar:
-            text = json.dumps(line)
-            print(_format(line))
-            if self._is_bucket:
-                self._lines.append(text)
-                if saving:
-                    self._write()
-            else:
-                with self._path.open("a") as file:
-                    file.write(f"{text}\n")
-            try:
-                if self._send:
-                    self._send(dict(line))
-            except Exception as error:
-                print(f"send failed at step {step}; the run continues: {error!r}")
         return line
+
+
+class _Lines:
+    """Where lines go, on the first worker: the file, the bar, the output, and `send`."""
+
+    def __init__(self, config: TrainingConfig, step: int, send: Callable | None):
+        self._path = config.run_path / "metrics.jsonl"
+        self._is_bucket = "://" in config.storage_path
+        texts = self._path.read_text().splitlines() if self._path.exists() else []
+        texts = [text for text in texts if text.endswith("}")]  # not those cut off
+        self._texts = [text for text in texts if json.loads(text)["step"] <= step]
+        self._write()
+        self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
+        self.bar.update(step)
+        self._unsent = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._run, args=(send,), daemon=True)
+        self._sender.start()
+
+    def add(self, line: dict, saving: bool) -> None:
+        text = json.dumps(line)
+        print(_format(line))
+        if self._is_bucket:
+            self._texts.append(text)
+            if saving:
+                self._write()
+        else:
+            with self._path.open("a") as file:
+                file.write(f"{text}\n")
+        self._unsent.put(line)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self._is_bucket:
+            self._write()
+        self._unsent.put(None)
+        self._sender.join(_PATIENCE)
+        if self._sender.is_alive():
+            print(f"send took over {_PATIENCE} s: it doesn't get the last lines")
+
+    def _run(self, send: Callable | None) -> None:
+        """Pass lines to `send`, one after the other, whose errors don't end the run."""
+        while line := self._unsent.get():
+            try:
+                if send:
+                    send(dict(line))
+            except Exception as error:
+                print(
+                    f"send failed at step {line['step']}; the run continues: {error!r}"
+                )
 
     def _write(self) -> None:
         """Write all lines or none: the disk may be full, and objects in buckets can't grow."""
         new = self._path.with_suffix(".new")
-        new.write_text("".join(f"{line}\n" for line in self._lines))
+        new.write_text("".join(f"{text}\n" for text in self._texts))
         new.replace(self._path)
 
 
-def _format(line: dict) -> str:
-    """Numbers for people: step 10 | tokens 5,120 | loss 10.73 and so on."""
-    formats = {int: ",", float: ".4g", str: ""}
-    return " | ".join(f"{k} {v:{formats[type(v)]}}" for k, v in line.items())
+def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
+    """FLOPs to train on a token: 6N + 12LDT, as nanoGPT's `estimate_mfu`.
+
+    N counts the model's weights but `wpe`, a table of positions; L layers of width D attend to
+    T tokens.
+    """
+    names = [name for name in arrays if re.match(r"model\.(?!wpe\.)", name)]
+    attention = 12 * config.n_layer * config.n_embd * config.block_size
+    return 6 * sum(arrays[name].size for name in names) + attention
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Of a device by JAX's name for it, in bfloat16; None if it isn't known."""
+    known = (name for name in _PEAK_FLOPS if device_kind.startswith(name))
+    return _PEAK_FLOPS.get(next(known, None))
 
 
 def close_bars() -> None:
@@ -130,3 +194,30 @@ def close_bars() -> None:
     for each in gc.get_objects():
         if issubclass(type(each), tqdm):
             each.close()
+
+
+def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
+    """What this start of a run continues with, and what a device holds of the state."""
+    step = int(arrays["step"])
+    begun = "is new; with this run_name, a launch continues it"
+    if "://" in config.storage_path:
+        begun += ", and nothing keeps two launches out of a bucket"
+    if step:
+        begun = f"continues at step {step}, with the same settings and tokens; "
+        begun += "code isn't compared"
+    held = {n: math.prod(x.sharding.shard_shape(x.shape)) for n, x in arrays.items()}
+    state = sum(held[name] * arrays[name].dtype.itemsize for name in held)
+    parts = config.split(jax.device_count()) | {
+        "state": f"{state / 2**20:,.1f} MiB each"
+    }
+    if config.fsdp * config.tensor_parallel > 1:
+        whole = [name for name, x in arrays.items() if held[name] == x.size]
+        largest = max(whole, key=held.get)
+        parts["largest that isn't sharded"] = f"{largest} {arrays[largest].shape}"
+    return f"{config.run_name} {begun} | {_format(parts)}"
+
+
+def _format(line: dict) -> str:
+    """Numbers for people: step 10 | tokens 5,120 | loss 10.73 and so on."""
+    formats = {int: ",", float: ".4g", str: ""}
+    return " | ".join(f"{k} {v:{formats[type(v)]}}" for k, v in line.items())

@@ -1,0 +1,122 @@
+"""Nodes that leave with notice, and machines that come and go."""
+
+import re
+import shlex
+import subprocess
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray.train
+from accidents import (
+    after_each_line,
+    in_the_background,
+    last_step,
+    log_of,
+    lose,
+    saved,
+    wait_for,
+)
+from conftest import ROOT
+from samples import losses_alone
+
+
+def drain(address: str, node: str, seconds: int) -> None:
+    """What a pod of configs/compute does before it ends, but for the wait."""
+    text = (ROOT / "configs/compute/kuberay-gpu.yaml").read_text()
+    (command,) = re.findall(r">-\n(.*?) \d+ && sleep", text, re.DOTALL)
+    given = [str(seconds), "--address", address, "--node-id", node]
+    subprocess.run([*shlex.split(command), *given], check=True)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_taken_away_with_notice(
+    tutorial, reference, head, tmp_path, monkeypatch
+):
+    """The workers save at once, and at the deadline continue on another node.
+
+    No failure is counted. That checkpoint wasn't evaluated, so it is the worst, also for the
+    next driver, which reads its metrics in Ray's record.
+    """
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
+    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
+    for _ in range(2):  # each with room for a worker, as on the head
+        head.add_node(num_cpus=3)
+    head.wait_for_nodes()
+    scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
+    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
+    changes = {"run_name": "notice", "eval_interval": 100, "notice_interval": 2}
+    config = replace(reference, **changes, max_failures=0)
+
+    def loop(settings: dict) -> None:
+        rank = ray.train.get_context().get_world_rank()
+        with (tmp_path / f"nodes-{rank}").open("a") as file:
+            print(ray.get_runtime_context().get_node_id(), file=file)
+        with after_each_line(lambda _: time.sleep(0.5)):
+            tutorial.train_loop_per_worker(settings)
+
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
+        wait_for(lambda: last_step(config) >= 3, what="the third step")
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [(tmp_path / f"nodes-{rank}").read_text().strip() for rank in range(2)]
+        leaving = next(node for node in nodes if node != here)
+        drain(head.address, leaving, 10)
+        result = finish()
+    first, *_ = names = saved(config)
+    assert names == [first, f"step_{config.max_steps:08d}"]
+    assert 3 < int(first[5:]) < 20  # ten seconds are twenty steps at most
+    starts = [(tmp_path / f"nodes-{rank}").read_text().split() for rank in range(2)]
+    assert [len(found) for found in starts] == [2, 2]
+    assert leaving not in {found[1] for found in starts}
+    keys = "step", "loss", "grad_norm"
+    found, expected = (
+        [[line[key] for key in keys] for line in log_of(c)] for c in (config, reference)
+    )
+    assert found == expected
+    assert [x["step"] for x in log_of(config) if "val_loss" in x] == [config.max_steps]
+
+    more = replace(config, max_steps=config.max_steps + 8)
+    result = tutorial.make_trainer(more, tutorial.train_loop_per_worker).fit()
+    assert result.metrics["step"] == more.max_steps
+    ranked = {x["step"]: x["val_loss"] for _, x in result.best_checkpoints}
+    assert (
+        set(ranked) == {config.max_steps, more.max_steps} and max(ranked.values()) < 10
+    )
+
+
+@pytest.mark.extra
+def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch):
+    """From two workers to four, when a node comes, and back to two, when it is lost."""
+    # Each of these nodes has room for two workers and their data tasks.
+    room = {"num_cpus": 6, "resources": {"host": 2}}
+    head.add_node(**room)
+    head.wait_for_nodes()
+    scaling = ray.train.ScalingConfig(
+        num_workers=(2, 4),
+        resources_per_worker={"CPU": 2, "host": 1},
+        elastic_resize_monitor_interval_s=2.0,
+    )
+    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
+    changes = {"run_name": "elastic", "batch_size": 12, "stall_timeout_s": 900.0}
+    config = replace(reference, **changes)
+
+    def loop(settings: dict) -> None:
+        workers = ray.train.get_context().get_world_size()
+
+        def hold(line: dict) -> None:  # until Ray starts another number of workers
+            if line["step"] == {2: 12, 4: 20}[workers]:
+                time.sleep(3_600)
+
+        with after_each_line(hold):
+            tutorial.train_loop_per_worker(settings)
+
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as result:
+        wait_for(lambda: last_step(config) == 12, what="what two workers do")
+        node = head.add_node(**room)
+        wait_for(lambda: last_step(config) == 20, what="what four workers do")
+        wait_for(lambda: "step_00000016" in saved(config), what="their checkpoint")
+        lose(head, node)
+        assert result().metrics["step"] == config.max_steps
+    losses, expected = log_of(config), losses_alone(tutorial, config)
+    np.testing.assert_allclose([x["loss"] for x in losses], expected, atol=1e-4)
