@@ -31,7 +31,8 @@ from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 import trainkit.config
-import trainkit.workers
+import trainkit.launch
+import trainkit.load_config
 
 KERNELS = r'custom_call_target="(?:__cudnn\$fmha\w*|tpu_custom_call)"'  # of attention
 
@@ -42,7 +43,7 @@ def virtual_devices(name: str, config: trainkit.config.TrainingConfig) -> list:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     count, gpu = name.split("x", 1)
     # As on a worker
-    settings = trainkit.workers.environment(config, ScalingConfig(use_gpu=True))
+    settings = trainkit.launch.environment(config, ScalingConfig(use_gpu=True))
     os.environ["XLA_FLAGS"] = settings["XLA_FLAGS"]
     jax.config.update("jax_optimization_level", settings["JAX_OPTIMIZATION_LEVEL"])
     jax.config.update("jax_threefry_gpu_kernel_lowering", True)
@@ -63,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = (change.split("=", 1) for change in arguments.changes)
     changes = {key: YAML(typ="safe", pure=True).load(text) for key, text in pairs}
-    config = trainkit.config.load_config(arguments.config, "storage", **changes)
+    config = trainkit.load_config.load_config(arguments.config, "storage", **changes)
     tutorial = common.load_notebook()
     devices = virtual_devices(arguments.devices, config)
     mesh = tutorial.create_mesh(config, devices)

@@ -26,8 +26,9 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainkit import run_log, workers
-from trainkit.config import TrainingConfig, load_config
+from trainkit import launch, run_log
+from trainkit.config import TrainingConfig
+from trainkit.load_config import load_config
 
 ON_CPU = TrainingConfig(compute_dtype="float32", block_size=256, device_batch_size=2)
 
@@ -141,7 +142,7 @@ def main() -> None:
     if options.config:  # each process starts with a worker's environment
         config = load_config(options.config, "storage")
         scaling = common.load_notebook().SCALING[config.machines]
-        for name, value in workers.environment(config, scaling).items():
+        for name, value in launch.environment(config, scaling).items():
             os.environ[name] = os.path.expandvars(value)
     else:
         os.environ["JAX_PLATFORMS"] = "cpu"

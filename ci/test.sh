@@ -26,4 +26,5 @@ fi
 ruff check .
 ruff format --check .
 codespell
+mypy
 exec python -X faulthandler -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -159,4 +159,6 @@ def disk_of(folder: Path, megabytes: int):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers lack this file
+ray.cloudpickle.register_pickle_by_value(
+    sys.modules[__name__]
+)  # workers lack this file

@@ -24,7 +24,7 @@ from accidents import (
 from conftest import ROOT
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import buckets, checkpoints, runs, token_files, workers
+from trainkit import buckets, checkpoints, launch, runs, token_files
 from trainkit.config import TrainingConfig
 
 
@@ -242,7 +242,7 @@ def test_a_launch_without_a_name_is_refused(config, cluster):
     """By what it calls before workers start."""
     scaling = ray.train.ScalingConfig(num_workers=2)
     with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
-        workers.settings(replace(config, run_name=None), scaling, *[None] * 3)
+        launch.settings(replace(config, run_name=None), scaling, *[None] * 3)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):

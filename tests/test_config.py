@@ -8,7 +8,8 @@ from conftest import ROOT
 
 import trainkit.tokenizers
 from trainkit import corpus
-from trainkit.config import TrainingConfig, load_config
+from trainkit.config import TrainingConfig
+from trainkit.load_config import load_config
 
 # Only the guide has the machines of the 7B model; test_compute_configs.py looks at them.
 FILES = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"gpt2-7b-gpu.yaml"}

@@ -13,7 +13,7 @@ import pytest
 import ray.data
 import tiktoken
 
-from trainkit import corpus, token_files, tokenizers
+from trainkit import corpus, paths, token_files, tokenizers
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
         tokens = [*tokenizer.encode_ordinary(row["text"]), tokenizer.eot_token]
         return {"tokens": np.array(tokens, config.token_dtype).tobytes()}
 
-    new_folder = token_files.new_folder
+    new_folder = paths.new_folder
 
     def late(folder):
         if not manifests:
@@ -244,7 +244,7 @@ def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
             manifests.append(corpus.write(gpt2(), few, slow))
         return new_folder(folder)
 
-    monkeypatch.setattr(token_files, "new_folder", late)
+    monkeypatch.setattr(paths, "new_folder", late)
     assert corpus.write(gpt2(), few, slow) == manifests[1]
     assert written(gpt2()) == [
         encode(["to be", "or not"]),

@@ -13,11 +13,11 @@ from conftest import ROOT, stop_ray
 from ruamel.yaml import YAML
 from samples import python
 
-from trainkit.config import load_config
+from trainkit.load_config import load_config
 
 NAMES = """
 import builtins, sys
-from trainkit.config import load_config
+from trainkit.load_config import load_config
 builtins.__IPYTHON__ = True  # as in a kernel
 for _ in range(2):
     print(load_config(sys.argv[1], "storage").run_name)

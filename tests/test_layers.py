@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from trainkit import layers
+from trainkit import launch, layers
 
 
 def test_splash_attention_equals_the_plain_one():
@@ -113,4 +113,4 @@ def test_what_a_step_would_not_train_right_is_refused(own, message):
     model = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
     model.own = own(model)
     with pytest.raises(ValueError, match=f"create_model: {message}.*expected"):
-        layers.check_parameters(model)
+        launch.check_parameters(model)

@@ -1,5 +1,7 @@
 """The package and the scripts beside the notebook, and where they can't be installed."""
 
+import ast
+import graphlib
 import shutil
 import subprocess
 
@@ -14,6 +16,21 @@ def test_what_reads_text_needs_no_jax():
     printed = python(f"import sys; from trainkit import {names}; print(*sys.modules)")
     loaded = {name.split(".")[0] for name in printed.split()}
     assert not loaded & {"jax", "flax", "orbax", "transformers", "torch"}
+
+
+def test_imports_form_no_circle():
+    """Also those within functions. Each module can be read after those that it names."""
+    imports = {}
+    for path in (ROOT / "trainkit").glob("*.py"):
+        found = imports[path.stem] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "trainkit":
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                package, _, module = node.module.partition(".")
+                found |= {module} if package == "trainkit" else set()
+    order = [*graphlib.TopologicalSorter(imports).static_order()]
+    assert order.index("paths") < order.index("config") < order.index("load_config")
 
 
 @pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])

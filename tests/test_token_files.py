@@ -1,53 +1,15 @@
-"""Step 3: the folder of token files, what is refused, and the order of their windows."""
+"""Step 3: which token files are refused, and the order of their windows."""
 
 import dataclasses
 import pickle
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from accidents import disk_of
-from samples import python
 
 from trainkit import token_files
-
-
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    """A killed process leaves one whose name says what it is."""
-    folder = tmp_path / "data"
-
-    def make(name: str, contents: str = "") -> None:
-        with token_files.new_folder(folder) as new:
-            (new / name).symlink_to("/dev/full")  # of Linux: a full disk
-            (new / name).write_text(contents)
-
-    with pytest.raises(OSError, match="No space left") as error:
-        make("train.bin", "tokens")
-    assert error.value.__notes__ == [f"{folder} wasn't written."]
-    script = "import os, sys; from trainkit import token_files\n"
-    script += "with token_files.new_folder(sys.argv[1]): os.kill(os.getpid(), 9)"
-    with pytest.raises(AssertionError):
-        python(script, folder)
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith("data.partial-")
-    make("train.bin")
-    with pytest.raises(OSError, match="not empty"):
-        make("val.bin")
-    assert [path.name for path in folder.iterdir()] == ["train.bin"]
-
-
-def test_a_folder_that_cant_be_made_is_named(tmp_path):
-    """As in storage that is read-only here."""
-    with disk_of(tmp_path / "disk", 1):
-        subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
-        with pytest.raises(OSError, match="Read-only") as error:
-            with token_files.new_folder(tmp_path / "disk/data"):
-                pass
-    assert error.value.__notes__ == [f"{tmp_path}/disk/data can't be made there."]
-
 
 IDS = np.random.default_rng(0).integers(0, 521, 4_000, np.uint16)
 

@@ -16,6 +16,7 @@ from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxConfig
 from samples import python
 
+import trainkit.launch
 import trainkit.workers
 
 
@@ -70,7 +71,7 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     config, scaling = small(), ScalingConfig(num_workers=4, **options)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
-    found = trainkit.workers.environment(config, scaling)
+    found = trainkit.launch.environment(config, scaling)
     assert found["JAX_PLATFORMS"] == platform
     assert found["XLA_FLAGS"].split()[-1] == "--mine"  # which wins
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
@@ -80,7 +81,7 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     options = {name.lower() for name in found if name.startswith("JAX_")}
     assert {name for name in options if not hasattr(jax.config, name)} == set()
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    found = trainkit.workers.environment(config, scaling)
+    found = trainkit.launch.environment(config, scaling)
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
 
 
@@ -97,7 +98,7 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
     """In the driver; of an elastic run, for each number."""
     scaling = ScalingConfig(**options)
     with pytest.raises(ValueError, match=words):
-        trainkit.workers.settings(small(**changes), scaling, *[None] * 3)
+        trainkit.launch.settings(small(**changes), scaling, *[None] * 3)
 
 
 FAILS = [  # on the workers, otherwise

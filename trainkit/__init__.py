@@ -1,21 +1,36 @@
 """What the notebook README.ipynb doesn't need to show.
 
+paths         that mean the same on all machines; folders that are whole or not there
+config        what decides a run: TrainingConfig
 tokenizers    tiktoken's and Hugging Face's, by name
-config        what decides a run: TrainingConfig, load_config
-token_files   train.bin and val.bin, and the order of their windows
 huggingface   published weights in, the trained model out
+load_config   a configuration's file, and what it leaves to others
 corpus        documents into token files
+token_files   train.bin and val.bin, and the order of their windows
 layers        attention's kernels, the loss in parts, scanned blocks
+launch        what would fail on the workers, what they ask for, their variables
+workers       how each worker starts
 runs          what a launch continues, one at a time
 buckets       checkpoints in a bucket
-checkpoints   the model in a checkpoint
-workers       what would fail, environment, how each starts
+checkpoints   read a state once for all replicas; the model in a checkpoint
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model
 """
 
+import atexit
+import gc
 import os
 import sys
+
+_NOT_SHOWN = (  # what Ray and JAX say of each start, and a notebook needn't show
+    "Initialized JAX",
+    "JAX detected",
+    "JAX distributed service",
+    "PreemptionWatcher",
+    "Reporting training result",
+    "preemption_sync",
+    r"\[Gloo\] Rank",
+)
 
 
 def set_up_driver() -> None:
@@ -33,8 +48,17 @@ def set_up_driver() -> None:
     os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # What Ray and JAX say of each start, and a notebook needn't show; "" shows all.
-    by_jax = r"JAX distributed service|JAX detected|Initialized JAX|\[Gloo\] R|preemption_sync"
-    by_ray = "Reporting t|PreemptionWatcher"
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", f"{by_jax}|{by_ray}")
+    os.environ.setdefault(
+        "RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_NOT_SHOWN)
+    )  # "" shows all
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
+    atexit.register(_close_bars)
+
+
+def _close_bars() -> None:
+    """Close those of killed workers, or Python 3.13 crashes (tqdm issue 1687)."""
+    if "tqdm" not in sys.modules:
+        return
+    for each in gc.get_objects():
+        if issubclass(type(each), sys.modules["tqdm"].tqdm):
+            each.close()

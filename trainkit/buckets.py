@@ -80,7 +80,7 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         saving = checkpointer.save_async(step, arrays, custom_metadata=about)
     packed = f"{context.get_world_rank()}.tar"
 
-    uploaded = Future()
+    uploaded: Future[None] = Future()
 
     def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
         try:

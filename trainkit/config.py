@@ -1,47 +1,23 @@
-"""What decides a run: `TrainingConfig`, and `load_config`, which reads it from YAML.
+"""What decides a run: `TrainingConfig`, which load_config.py reads from a file.
 
 The defaults are GPT-2 small with nanoGPT's recipe:
 https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
-import builtins
 import dataclasses
 import math
-import os
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
 from etils import epath
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
-from ruamel.yaml import YAML
 
-from trainkit import tokenizers
-
-
-def _absolute(place: str) -> str:
-    """A path that means the same to workers, which run in folders of their own.
-
-    Raises:
-        ValueError: it names a variable that isn't set here.
-    """
-    place = os.path.expandvars(place.removeprefix("file://"))
-    if "$" in place:
-        raise ValueError(f"{place} names a variable that isn't set")
-    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
-
-
-def _path_or_name(name: str) -> str:
-    """What is here by a name with a slash, as an absolute path; others are names of a hub."""
-    is_path = "/" in name and os.path.exists(os.path.expanduser(name))
-    return _absolute(name) if is_path else name
-
+from trainkit import paths
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Folder = Annotated[str, AfterValidator(_absolute)]
-PathOrName = Annotated[str, AfterValidator(_path_or_name)]
+Folder = Annotated[str, AfterValidator(paths.absolute)]
+PathOrName = Annotated[str, AfterValidator(paths.path_or_name)]
 _STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -143,52 +119,3 @@ class TrainingConfig(RecipeConfig):
             "per device": windows,
             "micro-batches": f"{parts} x {windows // parts}",
         }
-
-
-def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig:
-    """The configuration in the YAML file `path`, with `changes` on top of it.
-
-    `init_from` brings the shape of the model, and `tokenizer` its `vocab_size`. In a person's
-    kernel, a run without a `run_name` gets one of the file's name, the date, and the time. A
-    job or a script that is tried again would get another name, and start over, so there it
-    stays None, with which nothing can be launched.
-
-    Args:
-        root: where runs and tokens are kept, unless `data_dir` and `storage_path` say else.
-
-    Raises:
-        ValueError: a key is unknown or has a value that doesn't fit.
-        ruamel.yaml.error.YAMLError: the file is no YAML, or gives a key twice.
-    """
-    with open(path) as file:
-        given = YAML(typ="safe", pure=True).load(file) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected keys, found a {type(given).__name__}")
-    values = given | changes
-    dataset = values.get("dataset", RecipeConfig.dataset)
-    tokenizer = _path_or_name(values.get("tokenizer", RecipeConfig.tokenizer))
-    if tokenizer != RecipeConfig.tokenizer:
-        dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
-        if not values.get("init_from"):
-            values.setdefault("vocab_size", tokenizers.load(tokenizer).n_vocab)
-    if values.get("init_from"):
-        from trainkit import huggingface  # which imports this module
-
-        name = _path_or_name(values["init_from"])
-        shape = huggingface.published_shape(name, tokenizer)
-        for key in shape.keys() & values.keys():
-            if values[key] != shape[key]:
-                raise ValueError(
-                    f"{path}: {key} is {values[key]}, and init_from, {name}, has "
-                    f"{shape[key]}. Leave {key} out"
-                )
-        values |= shape
-    places = {"data_dir": f"{root}/data/{dataset}", "storage_path": f"{root}/runs"}
-    in_kernel = hasattr(builtins, "__IPYTHON__")
-    if in_kernel and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # Ray's, in a job
-        now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond
-        places["run_name"] = f"{Path(path).stem}-{now}"
-    try:
-        return TrainingConfig(**(places | values))
-    except pydantic.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,7 +19,7 @@ from ray.data import Dataset
 from ray.util.debug import log_once
 from tqdm import tqdm
 
-from trainkit import token_files, tokenizers
+from trainkit import paths, token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 
@@ -88,18 +89,20 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
             the source of a function can't be compared with that of the next time.
     """
     made_from = _describe(config, dataset, tokenize)
-    if manifest := _existing(config, made_from):
-        return manifest
+    if existing := _existing(config, made_from):
+        return existing
     by = f"{dataset.__name__} and {tokenize.__name__}"
-    manifest = {"made": f"{time.strftime('%Y-%m-%d %H:%M')} by {by}"}
+    manifest: dict[str, Any] = {"made": f"{time.strftime('%Y-%m-%d %H:%M')} by {by}"}
     manifest["made_from"] = made_from
     parts = documents(config, dataset)
     try:
-        with token_files.new_folder(config.data_dir) as folder:
+        with paths.new_folder(config.data_dir) as folder:
             train, val = (p.map(tokenize, fn_kwargs={"config": config}) for p in parts)
-            hashes = set()  # of val's documents; in train, those that are there, too
+            hashes: set[int] = (
+                set()
+            )  # of val's documents; in train, those that are there, too
             in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
-            repeated = set()
+            repeated: set[int] = set()
 
             def note(document: int) -> None:
                 if document in hashes:
@@ -115,9 +118,9 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
                 print(f"{_said(len(repeated), len(hashes))}.")
             (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     except OSError:
-        if not (Path(config.data_dir) / "manifest.json").exists():
-            raise  # or else another process was faster
-        return _existing(config, made_from)
+        if existing := _existing(config, made_from):  # another process was faster
+            return existing
+        raise
     token_files.check(config, manifest)
     return manifest
 
@@ -247,14 +250,14 @@ def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
     found = {"documents": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
-            documents = rows["tokens"].to_pylist()
+            documents = rows["tokens"].to_pylist()  # type: ignore[union-attr] # of a table
             if not all(isinstance(document, bytes) for document in documents):
                 kind = type(documents[0]).__name__
                 raise ValueError(f"tokenize: expected bytes as tokens, found {kind}")
             for document in documents:
                 note(hash(document))
             ids = np.frombuffer(b"".join(documents), dtype)
-            file.write(ids)
+            file.write(ids.data)
             found["documents"] += len(rows)
             found["tokens"] += len(ids)
             found["largest_id"] = max(found["largest_id"], int(ids.max()))

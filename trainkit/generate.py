@@ -38,7 +38,7 @@ def generate(
         raise ValueError(
             f"prompts: expected a list of texts, found the text {prompts!r:.80}"
         )
-    config = model.config
+    config = model.config  # type: ignore[attr-defined] # create_model sets it
     device = jax.local_devices()[0]
     tokenizer = tokenizers.load(config.tokenizer)
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]

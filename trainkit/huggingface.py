@@ -7,6 +7,7 @@ Flax calls `kernel`, `embedding`, or `scale`, and keeps query, key, and value in
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from trainkit import token_files, tokenizers
+from trainkit import paths, tokenizers
 from trainkit.config import TrainingConfig
 
 _SIZES = {"block_size": "n_positions"}  # ours: theirs
@@ -42,8 +43,8 @@ def published_shape(name: str, tokenizer: str) -> dict[str, int]:
 
     folder = _folder(name)
     if (folder / "tokenizer.json").exists():
-        theirs, ours = tokenizers.load(str(folder)), tokenizers.load(tokenizer)
-        ids = [[x.eot_token, *x.encode_ordinary(_SAMPLE)] for x in (theirs, ours)]
+        both = tokenizers.load(str(folder)), tokenizers.load(tokenizer)
+        ids = [[x.eot_token, *x.encode_ordinary(_SAMPLE)] for x in both]
         if ids[0] != ids[1]:
             raise ValueError(
                 f"init_from: {name} has a tokenizer.json of other tokens than tokenizer, "
@@ -64,7 +65,7 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
     Raises:
         ValueError: the file has other tensors than `model`, or unties the head from the table.
     """
-    path = _folder(config.init_from)
+    path = _folder(str(config.init_from))
     files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
     stored = {k.removeprefix("transformer."): x for f in files for k, x in f.items()}
     tensors = {k: x for k, x in stored.items() if not _MASK.fullmatch(k)}
@@ -74,14 +75,14 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
                 f"init_from: {path} has {key} as {x.dtype}, expected floats"
             )
         tensors[key] = x.astype(np.float32)
-    head = tensors.pop("lm_head.weight", tensors.get("wte.weight"))
+    head = tensors.pop("lm_head.weight", None)
     expected = {k: x.shape for k, x in jax.eval_shape(_to_tensors, model).items()}
     found = {key: tensor.shape for key, tensor in tensors.items()}
     names = sorted({name for name, _ in found.items() ^ expected.items()})
     if names:
         shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
         raise ValueError(f"init_from: {path} has {'; '.join(shapes)}")
-    if not np.array_equal(head, tensors["wte.weight"]):
+    if head is not None and not np.array_equal(head, tensors["wte.weight"]):
         raise ValueError(f"init_from: lm_head in {path} isn't wte, as in GPT-2")
     # `_to_tensors` cuts and joins, so its transpose joins and cuts.
     shardings = jax.tree.map(lambda x: x.sharding, (model,))
@@ -100,13 +101,19 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     """
     import transformers
 
-    config = model.config
+    config = model.config  # type: ignore[attr-defined] # create_model sets it
     tokenizer = tokenizers.load(config.tokenizer)
     tensors = {f"transformer.{k}": np.asarray(x) for k, x in _to_tensors(model).items()}
+    sizes: dict[str, Any] = {
+        theirs: getattr(config, ours) for ours, theirs in _SIZES.items()
+    }
     settings = transformers.GPT2Config(
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eot_token),
+        **sizes,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.eot_token,
+        eos_token_id=tokenizer.eot_token,
         architectures=["GPT2LMHeadModel"],
         dtype="float32",
     )
@@ -115,7 +122,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
         shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
         raise ValueError(f"the model is no GPT-2: it has {'; '.join(shapes)}")
     folder = Path(folder).expanduser()
-    with token_files.new_folder(folder) as new:
+    with paths.new_folder(folder) as new:
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)  # or only this user can read it
         settings.save_pretrained(new)
@@ -137,7 +144,7 @@ def _shapes(config) -> dict[str, tuple[int, ...]]:
     """Of the parameters of a transformers.GPT2Config, by their names in a file."""
     D = config.n_embd
     norms = {"weight": (D,), "bias": (D,)}
-    parts = {
+    parts: dict[str, tuple[int, ...]] = {
         "wte.weight": (config.vocab_size, D),
         "wpe.weight": (config.n_positions, D),
     }
@@ -157,7 +164,7 @@ def _shapes(config) -> dict[str, tuple[int, ...]]:
 
 def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
     """The parameters as tensors under the names of Hugging Face, without padding."""
-    parts = defaultdict(dict)
+    parts: dict[str, dict[str, jax.Array]] = defaultdict(dict)
     for path, x in nnx.to_flat_state(nnx.state(model)):
         *modules, module, leaf = map(str, path)
         theirs = "c_attn" if module in ("query", "key", "value") else module
@@ -166,12 +173,14 @@ def _to_tensors(model: nnx.Module) -> dict[str, jax.Array]:
         if module in parts[name]:
             raise ValueError(f"the model is no GPT-2: two of its arrays are {name}")
         parts[name][module] = x[...]
+    tensors = {}
     for name, found in parts.items():
         qkv = [found[part] for part in ("query", "key", "value") if part in found]
-        parts[name] = jnp.concatenate(qkv or [*found.values()], axis=-1)
-    if "wte.weight" in parts:
-        parts["wte.weight"] = parts["wte.weight"][: model.config.vocab_size]
-    return dict(parts)
+        tensors[name] = jnp.concatenate(qkv or [*found.values()], axis=-1)
+    if "wte.weight" in tensors:
+        rows = model.config.vocab_size  # type: ignore[attr-defined] # create_model sets it
+        tensors["wte.weight"] = tensors["wte.weight"][:rows]
+    return tensors
 
 
 def _folder(name: str) -> Path:

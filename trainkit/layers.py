@@ -5,90 +5,19 @@ In the comments, B is the batch, T the tokens of a window, D the width, H the he
 rows of the token embedding.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from trainkit.config import TrainingConfig
 
-_SPLASH_BLOCK = 512  # tokens that the TPU's kernel takes at once
-
-
-def check_parameters(model: nnx.Module) -> nnx.Module:
-    """`model`, if all its arrays are parameters that a train step treats right.
-
-    A step trains every array of a model, in float32. It would train a table of constants,
-    forget what dropout counts, and train what stands in two places as two arrays.
-
-    Raises:
-        ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
-    """
-    places = {}
-    variables = jax.tree.leaves_with_path(
-        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    for path, x in variables:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        other = places.setdefault(id(x), name)
-        if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
-            raise ValueError(
-                f"create_model: {name} is {type(x).__name__} of {x.dtype}, also {other}: "
-                "expected each array once, as an nnx.Param of float32"
-            )
-    return model
-
-
-def check_sharding(
-    config: TrainingConfig, devices: int, abstract_state: Callable, loss_fn: Callable
-) -> None:
-    """Refuse what would fail on so many devices, without one of them.
-
-    Raises:
-        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, or a
-            kernel doesn't take the configuration.
-        Exception: what the loss raises when it is traced.
-    """
-    if config.attention == "splash" and config.block_size % _SPLASH_BLOCK:
-        raise ValueError(
-            f"attention: splash takes {_SPLASH_BLOCK} tokens at once, and block_size, "
-            f"{config.block_size}, is no multiple of that"
-        )
-    if config.attention == "cudnn" and config.compute_dtype != "bfloat16":
-        raise ValueError("attention: cudnn computes in bfloat16. Set compute_dtype")
-    data = devices // (config.fsdp * config.tensor_parallel)
-    shape = (data, config.fsdp, config.tensor_parallel)
-    names = ("data", "fsdp", "tensor")
-    mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
-    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
-    traced = dataclasses.replace(config, attention="xla")
-    state = abstract_state(traced, mesh)
-    for path, x in jax.tree.leaves_with_path(state):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        try:
-            x.sharding.shard_shape(x.shape)
-        except ValueError as error:
-            raise ValueError(
-                f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
-                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, shape))}: {error}"
-            ) from None
-    windows = jax.ShapeDtypeStruct(
-        (shape[0] * shape[1], config.block_size + 1), "uint16"
-    )
-
-    def trace() -> None:
-        with jax.sharding.use_abstract_mesh(mesh):
-            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
-
-    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
-        pool.submit(trace).result()
+SPLASH_BLOCK = 512  # tokens that the TPU's kernel takes at once
 
 
 def on_each_device(kernel: Callable) -> Callable:
@@ -110,7 +39,12 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     mask = splash.MultiHeadMask([splash.CausalMask((T, T))] * H)
     tokens_last = splash.QKVLayout.SEQ_MINOR
     blocks = splash.BlockSizes(
-        *[_SPLASH_BLOCK] * 6,
+        block_q=SPLASH_BLOCK,
+        block_kv=SPLASH_BLOCK,
+        block_kv_compute=SPLASH_BLOCK,
+        block_q_dkv=SPLASH_BLOCK,
+        block_kv_dkv=SPLASH_BLOCK,
+        block_kv_dkv_compute=SPLASH_BLOCK,
         use_fused_bwd_kernel=True,
         q_layout=tokens_last,
         k_layout=tokens_last,

@@ -1,7 +1,6 @@
 """The run's log: metrics.jsonl, a progress bar, a function of yours, and the watchdog."""
 
 import faulthandler
-import gc
 import json
 import math
 import queue
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import ray.train
 from ray.experimental import tqdm_ray
-from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
 
@@ -54,8 +52,8 @@ class RunLog:
         self._step = int(arrays["step"])
         self._flops = flops_per_token(config, arrays)
         self._time = time.perf_counter()
-        self._recent = {}
-        self._lines = None
+        self._recent: dict[int, dict] = {}
+        self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
             print(_first_line(config, arrays))
             self._lines = _Lines(config, self._step, send)
@@ -129,7 +127,7 @@ class _Lines:
         self._write()
         self.bar = tqdm_ray.tqdm(desc=config.run_name, total=config.max_steps)
         self.bar.update(step)
-        self._unsent = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._run, args=(send,), daemon=True)
         self._sender.start()
 
@@ -186,14 +184,7 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
 def peak_flops(device_kind: str) -> float | None:
     """Of a device by JAX's name for it, in bfloat16; None if it isn't known."""
     known = (name for name in _PEAK_FLOPS if device_kind.startswith(name))
-    return _PEAK_FLOPS.get(next(known, None))
-
-
-def close_bars() -> None:
-    """Close those of killed workers, or Python 3.13 crashes (tqdm issue 1687)."""
-    for each in gc.get_objects():
-        if issubclass(type(each), tqdm):
-            each.close()
+    return _PEAK_FLOPS.get(next(known, ""))
 
 
 def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
@@ -212,7 +203,7 @@ def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
     }
     if config.fsdp * config.tensor_parallel > 1:
         whole = [name for name, x in arrays.items() if held[name] == x.size]
-        largest = max(whole, key=held.get)
+        largest = max(whole, key=lambda name: held[name])
         parts["largest that isn't sharded"] = f"{largest} {arrays[largest].shape}"
     return f"{config.run_name} {begun} | {_format(parts)}"
 

@@ -5,13 +5,9 @@ end-of-text token after each. It is a uint16, or a uint32 in a vocabulary of mor
 A *window* is `block_size + 1` tokens, of which the next window shares the last.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
-import secrets
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,31 +16,6 @@ from trainkit.config import TrainingConfig
 
 SPLITS = ("train", "val")
 _SAMPLE = 2**16  # bytes
-
-
-@contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `folder` if all goes well.
-
-    An error leaves nothing, and a killed process no more than a folder NAME.partial-*.
-
-    Raises:
-        OSError: `folder` is there and has files, or the disk is full.
-    """
-    folder = Path(folder).resolve()  # a link stays one
-    partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        error.add_note(f"{folder} can't be made there.")
-        raise
-    try:
-        yield partial
-        partial.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(partial)
-        error.add_note(f"{folder} wasn't written.")
-        raise
 
 
 def path_of(config: TrainingConfig, split: str) -> Path:
@@ -175,7 +146,7 @@ class Windows:
         tokens = np.empty((len(windows), T + 1), self._config.token_dtype)
         for row, window in zip(tokens, windows.tolist()):
             self._file.seek(window * T * tokens.itemsize)
-            if self._file.readinto(row) != row.nbytes:
+            if self._file.readinto(row.data) != row.nbytes:
                 raise OSError(f"{self._file.name} ended in window {window}")
         return tokens
 

@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
                 f"token that does as eos_token in {settings}"
             )
         self.tokenizer.add_special_tokens(known[:1])  # also if its file doesn't say so
-        self.eot_token = self.tokenizer.token_to_id(known[0])
+        self.eot_token = self.tokenizer.get_vocab()[known[0]]
         unknown = getattr(self.tokenizer.model, "unk_token", None)
         self._may_change_text = bool(unknown or self.tokenizer.normalizer)
 

@@ -1,12 +1,9 @@
-"""The workers: what they ask of the cluster, their environment, and how each starts."""
+"""How each worker starts, and how far its datasets read ahead."""
 
-import atexit
 import faulthandler
 import logging
-import os
 import socket
 import time
-from collections.abc import Callable
 
 import jax
 import ray
@@ -14,89 +11,9 @@ import ray.data
 import ray.train
 import ray.train.collective
 from jax.experimental import multihost_utils
-from ray.train import ScalingConfig
 
-from trainkit import layers, run_log, runs, token_files
+from trainkit import runs, token_files
 from trainkit.config import TrainingConfig
-
-
-def settings(
-    config: TrainingConfig,
-    scaling: ScalingConfig,
-    create_state: Callable,
-    abstract_state: Callable,
-    loss_fn: Callable,
-) -> dict:
-    """What `start` gets. Prints what the cluster lacks or has left, and refuses mistakes.
-
-    Args:
-        create_state: `create_state(config)` gives the first state.
-        abstract_state: `abstract_state(config, mesh)` gives the state's shapes and shardings.
-        loss_fn: `loss_fn(model, windows, config)`.
-
-    Raises:
-        FileNotFoundError: there are no tokens.
-        ValueError: the run couldn't be continued, the workers can't share a batch, an array
-            can't be sharded, or the model or its loss can't be traced.
-    """
-    runs.check_folder(config)
-    if scaling.max_workers < 1:
-        raise ValueError(
-            f"num_workers: expected 1 or more, found {scaling.num_workers}"
-        )
-    each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
-    step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
-    numbers = range(scaling.min_workers, scaling.max_workers + 1, step)
-    devices = [int(workers * each) for workers in numbers]
-    for number in devices:
-        config.split(number)
-    jax.eval_shape(lambda: layers.check_parameters(create_state(config).model))
-    for number in devices:
-        layers.check_sharding(config, number, abstract_state, loss_fn)
-    asked = scaling.total_resources
-    share = scaling.min_workers / scaling.max_workers
-    there = {kind: ray.cluster_resources().get(kind, 0) for kind in asked}
-    atexit.register(run_log.close_bars)
-    if any(share * asked[kind] > there[kind] for kind in asked):
-        print(f"The workers ask for {asked}. The cluster has {there}, so Ray waits.")
-    for kind in ("GPU", "TPU"):
-        count = ray.cluster_resources().get(kind, 0)
-        if count > asked.get(kind, 0):
-            used = asked.get(kind, 0)
-            print(
-                f"The cluster has {count:g} {kind}s, and the workers use {used:g} of them."
-            )
-    return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
-
-
-def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
-    """The environment variables that each worker starts with, before it imports JAX."""
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{config.data_dir}-jax-cache")
-    variables = {
-        "JAX_PLATFORMS": "tpu" if scaling.use_tpu else "cpu",
-        "JAX_PLATFORM_NAME": "",  # or JAX would run on what the driver's says
-        "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
-        # Of workers on CPUs, the first alone would use it, and then wait for the others.
-        "JAX_ENABLE_COMPILATION_CACHE": str(scaling.use_gpu or scaling.use_tpu),
-        "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "grpc_proxy": "",  # calls between workers don't go through an HTTP proxy
-    }
-    if scaling.use_gpu:
-        variables["JAX_PLATFORMS"] = "cuda"
-        # cuBLAS adds biases and GELU while it writes a product, which Triton's products don't
-        # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
-        ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
-        variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
-        # Random numbers by JAX's kernel: XLA's program of them all compiles for minutes.
-        variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
-        # Communicate while computing: "Optimization level" there.
-        variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
-        # That of each node, and where GKE keeps its driver.
-        variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
-        # cuDNN's attention carries an address, which differs in each process.
-        variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
-    return variables
 
 
 def start(settings: dict) -> TrainingConfig:
@@ -105,7 +22,7 @@ def start(settings: dict) -> TrainingConfig:
     From here on, a worker that hangs for `stall_timeout_s` ends, and prints where.
 
     Args:
-        settings: those of the function `settings`; without token files, `tokens` is None.
+        settings: those of `launch.settings`; without token files, `tokens` is None.
 
     Raises:
         RuntimeError: another launch has the run, or the workers form no JAX program.
@@ -151,7 +68,7 @@ def limit_data() -> None:
         after_execution_fails = on_execution_step
 
     data = ray.data.DataContext.get_current()
-    data.custom_execution_callback_classes = [Pause]
+    data.custom_execution_callback_classes = [Pause]  # type: ignore[list-item] # no base
     data.enable_progress_bars = False
     data.target_max_block_size = 2**23  # bytes; in more, step 1 waits for others
     # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.

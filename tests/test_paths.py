@@ -1,0 +1,43 @@
+"""Folders that are whole or not there."""
+
+import subprocess
+
+import pytest
+from accidents import disk_of
+from samples import python
+
+from trainkit import paths
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    """A killed process leaves one whose name says what it is."""
+    folder = tmp_path / "data"
+
+    def make(name: str, contents: str = "") -> None:
+        with paths.new_folder(folder) as new:
+            (new / name).symlink_to("/dev/full")  # of Linux: a full disk
+            (new / name).write_text(contents)
+
+    with pytest.raises(OSError, match="No space left") as error:
+        make("train.bin", "tokens")
+    assert error.value.__notes__ == [f"{folder} wasn't written."]
+    script = "import os, sys; from trainkit import paths\n"
+    script += "with paths.new_folder(sys.argv[1]): os.kill(os.getpid(), 9)"
+    with pytest.raises(AssertionError):
+        python(script, folder)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("data.partial-")
+    make("train.bin")
+    with pytest.raises(OSError, match="not empty"):
+        make("val.bin")
+    assert [path.name for path in folder.iterdir()] == ["train.bin"]
+
+
+def test_a_folder_that_cant_be_made_is_named(tmp_path):
+    """As in storage that is read-only here."""
+    with disk_of(tmp_path / "disk", 1):
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+        with pytest.raises(OSError, match="Read-only") as error:
+            with paths.new_folder(tmp_path / "disk/data"):
+                pass
+    assert error.value.__notes__ == [f"{tmp_path}/disk/data can't be made there."]

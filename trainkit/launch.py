@@ -1,0 +1,174 @@
+"""Before workers start: what would fail on them, what they ask for, and their variables."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ray
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from ray.train.v2.api.config import ScalingConfig
+
+from trainkit import layers, runs, token_files
+from trainkit.config import TrainingConfig
+
+
+def settings(
+    config: TrainingConfig,
+    scaling: ScalingConfig,
+    create_state: Callable,
+    abstract_state: Callable,
+    loss_fn: Callable,
+) -> dict:
+    """What `workers.start` gets, if nothing is found that would fail on the workers.
+
+    Says what the cluster lacks, and which accelerators stay unused.
+
+    Args:
+        create_state: `create_state(config)` gives the first state.
+        abstract_state: `abstract_state(config, mesh)` gives the state's shapes and shardings.
+        loss_fn: `loss_fn(model, windows, config)`.
+
+    Raises:
+        FileNotFoundError: there are no tokens.
+        ValueError: the run couldn't be continued, the workers can't share a batch, an array
+            can't be sharded, or the model or its loss can't be traced.
+    """
+    runs.check_folder(config)
+    devices = _numbers_of_devices(scaling)
+    for number in devices:
+        config.split(number)
+    jax.eval_shape(lambda: check_parameters(create_state(config).model))
+    for number in devices:
+        check_sharding(config, number, abstract_state, loss_fn)
+    _compare_with_cluster(scaling)
+    return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
+
+
+def check_parameters(model: nnx.Module) -> None:
+    """Refuse a model with arrays that a train step would treat wrong.
+
+    A step trains every array of a model, in float32. It would train a table of constants,
+    forget what dropout counts, and train what stands in two places as two arrays.
+
+    Raises:
+        ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
+    """
+    places: dict[int, str] = {}
+    variables = jax.tree.leaves_with_path(
+        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for path, x in variables:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        other = places.setdefault(id(x), name)
+        if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
+            raise ValueError(
+                f"create_model: {name} is {type(x).__name__} of {x.dtype}, also {other}: "
+                "expected each array once, as an nnx.Param of float32"
+            )
+
+
+def check_sharding(
+    config: TrainingConfig, devices: int, abstract_state: Callable, loss_fn: Callable
+) -> None:
+    """Refuse what would fail on so many devices, without one of them.
+
+    Raises:
+        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, or a
+            kernel doesn't take the configuration.
+        Exception: what the loss raises when it is traced.
+    """
+    if config.attention == "splash" and config.block_size % layers.SPLASH_BLOCK:
+        raise ValueError(
+            f"attention: splash takes {layers.SPLASH_BLOCK} tokens at once, and block_size, "
+            f"{config.block_size}, is no multiple of that"
+        )
+    if config.attention == "cudnn" and config.compute_dtype != "bfloat16":
+        raise ValueError("attention: cudnn computes in bfloat16. Set compute_dtype")
+    data = devices // (config.fsdp * config.tensor_parallel)
+    shape = (data, config.fsdp, config.tensor_parallel)
+    names = ("data", "fsdp", "tensor")
+    mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
+    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
+    traced = dataclasses.replace(config, attention="xla")
+    state = abstract_state(traced, mesh)
+    for path, x in jax.tree.leaves_with_path(state):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        try:
+            x.sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
+                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, shape))}: {error}"
+            ) from None
+    windows = jax.ShapeDtypeStruct(
+        (shape[0] * shape[1], config.block_size + 1), "uint16"
+    )
+
+    def trace() -> None:
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
+
+    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
+        pool.submit(trace).result()
+
+
+def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
+    """The environment variables that each worker starts with, before it imports JAX."""
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{config.data_dir}-jax-cache")
+    variables = {
+        "JAX_PLATFORMS": "tpu" if scaling.use_tpu else "cpu",
+        "JAX_PLATFORM_NAME": "",  # or JAX would run on what the driver's says
+        "JAX_COMPILATION_CACHE_DIR": cache,  # for restarts
+        # Of workers on CPUs, the first alone would use it, and then wait for the others.
+        "JAX_ENABLE_COMPILATION_CACHE": str(scaling.use_gpu or scaling.use_tpu),
+        "RAY_DATA_LOG_LEVEL": "ERROR",  # or each dataset says that it shows no bar
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "grpc_proxy": "",  # calls between workers don't go through an HTTP proxy
+    }
+    if scaling.use_gpu:
+        variables["JAX_PLATFORMS"] = "cuda"
+        # cuBLAS adds biases and GELU while it writes a product, which Triton's products don't
+        # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
+        ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
+        variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
+        # Random numbers by JAX's kernel: XLA's program of them all compiles for minutes.
+        variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
+        # Communicate while computing: "Optimization level" there.
+        variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
+        # That of each node, and where GKE keeps its driver.
+        variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
+        # cuDNN's attention carries an address, which differs in each process.
+        variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
+    return variables
+
+
+def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
+    """That the workers may have in all: several, if their number is a range."""
+    if scaling.max_workers < 1:
+        raise ValueError(
+            f"num_workers: expected 1 or more, found {scaling.num_workers}"
+        )
+    each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
+    step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
+    numbers = range(scaling.min_workers, scaling.max_workers + 1, step)
+    return [int(workers * each) for workers in numbers]
+
+
+def _compare_with_cluster(scaling: ScalingConfig) -> None:
+    """Say what is asked for and isn't there, and which accelerators nobody asks for."""
+    asked, there = scaling.total_resources, ray.cluster_resources()
+    share = scaling.min_workers / scaling.max_workers
+    found = {kind: there.get(kind, 0) for kind in asked}
+    if any(share * asked[kind] > found[kind] for kind in asked):
+        print(f"The workers ask for {asked}. The cluster has {found}, so Ray waits.")
+    for kind in ("GPU", "TPU"):
+        count, used = there.get(kind, 0), asked.get(kind, 0)
+        if count > used:
+            print(
+                f"The cluster has {count:g} {kind}s, and the workers use {used:g} of them."
+            )

@@ -1,0 +1,51 @@
+"""Paths that mean the same on all machines, and folders that are whole or not there."""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def absolute(place: str) -> str:
+    """A path that means the same to workers, which run in folders of their own.
+
+    Raises:
+        ValueError: it names a variable that isn't set here.
+    """
+    place = os.path.expandvars(place.removeprefix("file://"))
+    if "$" in place:
+        raise ValueError(f"{place} names a variable that isn't set")
+    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
+
+
+def path_or_name(name: str) -> str:
+    """What is here by a name with a slash, as an absolute path; others are names of a hub."""
+    is_path = "/" in name and os.path.exists(os.path.expanduser(name))
+    return absolute(name) if is_path else name
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `folder` if all goes well.
+
+    An error leaves nothing, and a killed process no more than a folder NAME.partial-*.
+
+    Raises:
+        OSError: `folder` is there and has files, or the disk is full.
+    """
+    folder = Path(folder).resolve()  # a link stays one
+    partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        error.add_note(f"{folder} can't be made there.")
+        raise
+    try:
+        yield partial
+        partial.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(partial)
+        error.add_note(f"{folder} wasn't written.")
+        raise
