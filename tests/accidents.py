@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import ray
 import ray.train
@@ -17,7 +20,7 @@ from ray.data import DataContext
 from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-from trainkit import run_log
+from trainkit import buckets, run_log
 
 
 def as_worker(function):
@@ -130,6 +133,24 @@ def assert_equal_runs(config, reference) -> None:
     logs = log_of(config), log_of(reference)[: config.max_steps]
     for name in ("step", "loss", "grad_norm", "val_loss"):
         assert [x.get(name) for x in logs[0]] == [x.get(name) for x in logs[1]], name
+
+
+def evaluate(tutorial, config, model) -> float:
+    """As the loop does it, in this process."""
+    batches = tutorial.read_validation(config, jax.sharding.get_mesh())
+    return np.mean([tutorial.eval_step(model, x, config) for x in batches])
+
+
+def assert_one_worker_continues(tutorial, config) -> None:
+    """One worker restores what two saved at the end."""
+    abstract = tutorial.abstract_state(config, jax.sharding.get_mesh())
+    search = buckets.newest if "://" in config.storage_path else tutorial.newest
+    path = as_worker(partial(search, config.run_path))
+    state = tutorial.unnamed(tutorial.restore(path, tutorial.named(abstract)), abstract)
+    last = log_of(config)[-1]
+    assert state.step == last["step"]
+    loss = evaluate(tutorial, config, state.model)
+    assert loss == pytest.approx(last["val_loss"], abs=1e-5)
 
 
 def missing(what: str) -> None:

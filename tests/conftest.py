@@ -1,5 +1,6 @@
 """What the tests share: the notebook as a module, a Ray cluster, small configurations."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -37,7 +38,15 @@ from ray.cluster_utils import Cluster
 
 from trainkit.config import TrainingConfig
 
-STARTS = {"cluster", "head", "reference", "built", "browser"}  # Ray, Sphinx, Chromium
+STARTS = {
+    "cluster",
+    "head",
+    "reference",
+    "built",
+    "browser",
+    "survivor",
+    "bucket",
+}  # Ray, Sphinx, Chromium
 LONGEST = {"test_notebook.py", "test_tpu_slice.py", "test_trainer.py"}
 
 
@@ -121,17 +130,25 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-@pytest.fixture
-def head():
+@contextlib.contextmanager
+def cluster_with_a_head():
     """A cluster that has no more than a head, where this process stays."""
     stop_ray()
     # Ray's own port for the dashboard may be another cluster's.
     options = {"num_cpus": 3, "dashboard_port": free_port()}
     cluster = Cluster(initialize_head=True, head_node_args=options)
     start_ray(cluster.address)
-    yield cluster
-    stop_ray()
-    cluster.shutdown()
+    try:
+        yield cluster
+    finally:
+        stop_ray()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def head():
+    with cluster_with_a_head() as cluster:
+        yield cluster
 
 
 def small_config(folder: Path, **changes) -> TrainingConfig:

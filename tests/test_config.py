@@ -47,6 +47,7 @@ REFUSED = [
     ("attention: flash", "attention"),
     ("data_dir: s3://bucket/data", "data_dir"),
     ("storage_path: $NOWHERE/runs", "storage_path.*NOWHERE/runs names a variable"),
+    ("storage_path: s3://b/runs?endpoint_override=x", "AWS_ENDPOINT_URL_S3"),
     ("- a\n- b", "expected keys, found a list"),
 ]
 

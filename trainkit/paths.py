@@ -12,11 +12,16 @@ def absolute(place: str) -> str:
     """A path that means the same to workers, which run in folders of their own.
 
     Raises:
-        ValueError: it names a variable that isn't set here.
+        ValueError: it names a variable that isn't set here, or has options after a `?`.
     """
     place = os.path.expandvars(place.removeprefix("file://"))
     if "$" in place:
         raise ValueError(f"{place} names a variable that isn't set")
+    if "://" in place and "?" in place:
+        raise ValueError(
+            f"{place}: in place of what follows the ?, which not all libraries read, set "
+            "variables such as AWS_ENDPOINT_URL_S3 on every node"
+        )
     return place if "://" in place else os.path.abspath(os.path.expanduser(place))
 
 

@@ -1,0 +1,155 @@
+"""Runs in a bucket, on a real S3 server in this process."""
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+import ray.train
+import requests
+from accidents import (
+    assert_one_worker_continues,
+    in_the_background,
+    kill,
+    log_of,
+    starts_of,
+    train_loop_of,
+    wait_for,
+)
+from conftest import start_ray, stop_ray
+from moto.server import ThreadedMotoServer
+from pyarrow import fs
+
+from trainkit import checkpoints
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server with a bucket `models`, which the processes of a new cluster may use."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    variables = {
+        "AWS_ENDPOINT_URL_S3": "http://{}:{}".format(*server.get_host_and_port()),
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    boto3.client("s3").create_bucket(Bucket="models")
+    stop_ray()
+    start_ray()
+    yield server
+    stop_ray()
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server, tmp_path):
+    """An address in it."""
+    return f"s3://models{tmp_path}"
+
+
+def uploads_the_second(config) -> bool:
+    """Whether a worker has a part of another checkpoint than the first, which is recorded."""
+    place = f"checkpoints-*/{str(config.run_path)[5:]}/1/step_00000016_*"
+    second = any(Path(tempfile.gettempdir()).glob(place))
+    record = "checkpoint_manager_snapshot.json"
+    return second and (config.run_path / record).exists()
+
+
+@pytest.mark.slow
+def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
+    """A kill while checkpoints are uploaded ends a launch. The next one goes on.
+
+    The log has each step once, though an object can't grow. Each worker has half of the state.
+    """
+    changes = {"run_name": "a run", "max_steps": 24, "storage_path": bucket, "fsdp": 2}
+    config = replace(reference, **changes, max_failures=0)
+
+    loop = train_loop_of(tutorial, 0.02)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
+        wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
+        kill(config, 1)
+        with pytest.raises(ray.train.TrainingFailedError):
+            finish()
+    log = log_of(config)
+    result = tutorial.make_trainer(config, loop).fit()
+    assert len(starts_of(config)) == 2
+    assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
+    losses, expected = (
+        [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
+    )
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+    # Pruned to the two best and the latest.
+    losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
+    best = sorted(losses, key=losses.get)[:2]
+    found = {int(Path(x.path).name[5:13]) for x, _ in result.best_checkpoints}
+    assert found == {24, *best}
+    checkpoint = result.get_best_checkpoint("val_loss", "min")
+    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    assert model.config == config
+    assert_one_worker_continues(tutorial, config)
+
+
+@pytest.mark.slow
+def test_what_is_copied_between_a_bucket_and_a_folder_is_refused(
+    tutorial, reference, bucket, tmp_path
+):
+    """Before it starts over beside checkpoints, which Ray's copied record would delete."""
+    config = replace(reference, run_name="a run", storage_path=bucket)
+    files, root = fs.FileSystem.from_uri(bucket)
+    name = "step_00000008_2_0123abcd"
+    files.create_dir(f"{root}/a run/{name}")
+    with files.open_output_stream(f"{root}/a run/{name}/0.tar") as file:
+        file.write(b"")
+    fs.copy_files(f"{root}/a run", f"{tmp_path}/a run", source_filesystem=files)
+    there = {"destination_filesystem": files}
+    fs.copy_files(str(reference.run_path), f"{root}/{reference.run_name}", **there)
+    changed = ((config, str(tmp_path)), (reference, bucket))
+    for copied in (replace(c, storage_path=place) for c, place in changed):
+        before = sorted(path.name for path in copied.run_path.iterdir())
+        with pytest.raises(ValueError, match="storage_path: .* and copied to"):
+            tutorial.make_trainer(copied, tutorial.train_loop_per_worker)
+        assert sorted(path.name for path in copied.run_path.iterdir()) == before
+
+
+@pytest.mark.extra
+def test_a_connection_that_is_lost_during_a_save(
+    tutorial, reference, bucket, server, monkeypatch
+):
+    """The workers start again, and continue from the checkpoint before."""
+    config = replace(reference, run_name="lost", max_steps=24, storage_path=bucket)
+    loop = train_loop_of(tutorial, 0.05)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
+        wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
+        host, port = server.get_host_and_port()
+        server.stop()
+        time.sleep(5)
+        back = ThreadedMotoServer(host, port=port, verbose=False)
+        back.start()  # with what was stored, which this process keeps
+        assert finish().metrics["step"] == config.max_steps
+    losses, expected = (
+        [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
+    )
+    assert losses == expected
+    back.stop()
+
+
+@pytest.mark.extra
+def test_keys_that_are_wrong_are_refused_on_the_driver(
+    tutorial, reference, bucket, server, monkeypatch
+):
+    """By the server, before workers start."""
+    url = "http://{}:{}/moto-api/reset-auth".format(*server.get_host_and_port())
+    requests.post(url, data=b"0")  # it asks for keys that it has given, from now on
+    config = replace(reference, run_name="keys", storage_path=bucket)
+    with pytest.raises(
+        PermissionError, match="Access Key Id you provided does not exist"
+    ):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+    requests.post(url, data=b"inf")
