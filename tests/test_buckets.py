@@ -26,8 +26,8 @@ from pyarrow import fs
 from trainkit import checkpoints
 
 
-@pytest.fixture
-def server(monkeypatch):
+@pytest.fixture(scope="module")  # s3fs keeps the address that it found first
+def server():
     """A server with a bucket `models`, which the processes of a new cluster may use."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
@@ -37,13 +37,14 @@ def server(monkeypatch):
         "AWS_ACCESS_KEY_ID": "tester",
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="models")
-    stop_ray()
-    start_ray()
-    yield server
-    stop_ray()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="models")
+        stop_ray()
+        start_ray()
+        yield server
+        stop_ray()
     server.stop()
 
 
@@ -119,6 +120,21 @@ def test_what_is_copied_between_a_bucket_and_a_folder_is_refused(
 
 
 @pytest.mark.extra
+def test_keys_that_are_wrong_are_refused_on_the_driver(
+    tutorial, reference, bucket, server, monkeypatch
+):
+    """By the server, before workers start."""
+    url = "http://{}:{}/moto-api/reset-auth".format(*server.get_host_and_port())
+    requests.post(url, data=b"0")  # it asks for keys that it has given, from now on
+    config = replace(reference, run_name="keys", storage_path=bucket)
+    with pytest.raises(
+        PermissionError, match="Access Key Id you provided does not exist"
+    ):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+    requests.post(url, data=b"inf")
+
+
+@pytest.mark.extra
 def test_a_connection_that_is_lost_during_a_save(
     tutorial, reference, bucket, server, monkeypatch
 ):
@@ -138,18 +154,3 @@ def test_a_connection_that_is_lost_during_a_save(
     )
     assert losses == expected
     back.stop()
-
-
-@pytest.mark.extra
-def test_keys_that_are_wrong_are_refused_on_the_driver(
-    tutorial, reference, bucket, server, monkeypatch
-):
-    """By the server, before workers start."""
-    url = "http://{}:{}/moto-api/reset-auth".format(*server.get_host_and_port())
-    requests.post(url, data=b"0")  # it asks for keys that it has given, from now on
-    config = replace(reference, run_name="keys", storage_path=bucket)
-    with pytest.raises(
-        PermissionError, match="Access Key Id you provided does not exist"
-    ):
-        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
-    requests.post(url, data=b"inf")

@@ -61,7 +61,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
 DRIVER = """
 import sys, time
-from types import SimpleNamespace
+from pathlib import Path
 sys.path[:0] = ["tests", "ci"]
 from accidents import after_each_line
 from conftest import TrainingConfig, load_notebook, start_ray
@@ -105,9 +105,8 @@ def survivor(tutorial, reference, tmp_path_factory):
 
     with cluster_with_a_head() as head, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "_PATIENCE", 1)
-        head.add_node(
-            num_cpus=3
-        )  # room for one worker and its data tasks, as on the head
+        # A node has room for one worker and its data tasks, as the head has.
+        head.add_node(num_cpus=3)
         head.wait_for_nodes()
         trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
         second = partial(trainer.train_loop_per_worker, trainer.train_loop_config)
