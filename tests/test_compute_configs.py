@@ -52,9 +52,8 @@ def test_a_job_has_the_cluster_of_the_other_file_and_a_run_to_continue():
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group, pod, _ in workers_of("kuberay-gpu.yaml"):
         assert group["replicas"] == group["minReplicas"] == 0
-        if "lifecycle" in (container := pod["containers"][0]):
-            command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-            assert int(command.split()[-1]) < pod["terminationGracePeriodSeconds"]
+        for variable in pod["containers"][0].get("env", []):
+            assert int(variable["value"]) < pod["terminationGracePeriodSeconds"]
 
 
 def test_images_have_the_pinned_ray():

@@ -1,13 +1,15 @@
 """Nodes that leave with notice, and machines that come and go."""
 
-import re
-import shlex
+import contextlib
+import os
+import signal
 import subprocess
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import ray
 import ray.train
 from accidents import (
     after_each_line,
@@ -18,16 +20,25 @@ from accidents import (
     saved,
     wait_for,
 )
-from conftest import ROOT
 from samples import losses_alone
 
 
-def drain(address: str, node: str, seconds: int) -> None:
-    """What a pod of configs/compute does before it ends, but for the wait."""
-    text = (ROOT / "configs/compute/kuberay-gpu.yaml").read_text()
-    (command,) = re.findall(r">-\n(.*?) \d+ && sleep", text, re.DOTALL)
-    given = [str(seconds), "--address", address, "--node-id", node]
-    subprocess.run([*shlex.split(command), *given], check=True)
+@contextlib.contextmanager
+def pod(cluster, seconds: int):
+    """A node as KubeRay starts it in a pod, which gets a SIGTERM when it is to end."""
+    command = (
+        f"ulimit -n 1024; ray start --block --num-cpus=3 --address={cluster.address}"
+    )
+    drain = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(seconds)}
+    nodes = len(ray.nodes())
+    with subprocess.Popen(
+        ["bash", "-c", "--", command], env=os.environ | drain
+    ) as node:
+        try:
+            wait_for(lambda: len(ray.nodes()) > nodes, what="the node")
+            yield node
+        finally:
+            node.terminate()
 
 
 @pytest.mark.slow
@@ -41,9 +52,6 @@ def test_a_node_that_is_taken_away_with_notice(
     """
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
-    for _ in range(2):  # each with room for a worker, as on the head
-        head.add_node(num_cpus=3)
-    head.wait_for_nodes()
     scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
     monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
     changes = {"run_name": "notice", "eval_interval": 100, "notice_interval": 2}
@@ -56,19 +64,18 @@ def test_a_node_that_is_taken_away_with_notice(
         with after_each_line(lambda _: time.sleep(0.5)):
             tutorial.train_loop_per_worker(settings)
 
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
-        wait_for(lambda: last_step(config) >= 3, what="the third step")
-        here = ray.get_runtime_context().get_node_id()
-        nodes = [(tmp_path / f"nodes-{rank}").read_text().strip() for rank in range(2)]
-        leaving = next(node for node in nodes if node != here)
-        drain(head.address, leaving, 10)
-        result = finish()
+    with pod(head, 10) as leaving:  # with room for a worker, as on the head
+        with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
+            wait_for(lambda: last_step(config) >= 3, what="the third step")
+            head.add_node(num_cpus=3)
+            leaving.send_signal(signal.SIGTERM)
+            result = finish()
     first, *_ = names = saved(config)
     assert names == [first, f"step_{config.max_steps:08d}"]
     assert 3 < int(first[5:]) < 20  # ten seconds are twenty steps at most
     starts = [(tmp_path / f"nodes-{rank}").read_text().split() for rank in range(2)]
     assert [len(found) for found in starts] == [2, 2]
-    assert leaving not in {found[1] for found in starts}
+    assert {found[0] for found in starts} != {found[1] for found in starts}
     keys = "step", "loss", "grad_norm"
     found, expected = (
         [[line[key] for key in keys] for line in log_of(c)] for c in (config, reference)
