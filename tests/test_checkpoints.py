@@ -272,7 +272,7 @@ def test_one_launch_at_a_time(config, monkeypatch, capfd):
         runs._lock.release()
 
     lock()
-    words = f"run_name: .*/run is in use by process {os.getpid()} .* delete .*/lock"
+    words = f"run_name: .*/run is in use by process {os.getpid()} .* try again"
     with open(config.run_path / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match=words):

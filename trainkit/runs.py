@@ -104,7 +104,7 @@ def lock(config: TrainingConfig) -> None:
     except Timeout:
         raise RuntimeError(
             f"run_name: {config.run_path} is in use by {holder.read_text()}. Wait for it, end "
-            f"it, or choose another run_name. If that worker doesn't live, delete {file}."
+            "it, or choose another run_name. If its node died, try again in some minutes."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
