@@ -101,19 +101,6 @@ def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):
     assert not saved(wild) and not log_of(wild)
 
 
-def test_a_notice_that_a_machine_goes_away_saves_once(play, config, monkeypatch):
-    """At once, without an evaluation, which neither log nor curve shows; then asks no more."""
-    notices = iter([None, "soon"])
-    monkeypatch.setattr(ray.train, "get_preemption_info", notices.__next__)
-    config = replace(config, max_steps=31, eval_interval=31, notice_interval=7)
-    reports = play(config)
-    assert [name for name, _ in reports] == ["step_00000014", "step_00000031"]
-    ranked = [metrics["val_loss"] for _, metrics in reports]
-    assert ranked[0] == 1e9 and ranked[1] < 10
-    shown = [line["step"] for line in log_of(config) if "val_loss" in line]
-    assert shown == [31] and 14 in [line["step"] for line in log_of(config)]
-
-
 @pytest.mark.parametrize("turn", range(3))
 def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, turn):
     """Wherever it cuts a checkpoint off; once there is room, the run goes on."""

@@ -41,10 +41,14 @@ def test_a_configuration_fits_its_devices(run, room):
     report = json.loads(said.splitlines()[-1])
     assert report["attention_kernels"]
     assert report["state_gib"] + report["temporary_gib"] < room
+    assert (
+        report["seconds_to_compile"]["first_state"] < 60
+    )  # 75 on one GPU, by XLA alone
     # On data alone, sums are outside of the loop over micro-batches, and in float32.
     found = report["collectives"]
     if report["mesh"].endswith(" x 1 x 1"):
-        assert not found["in_loops"] and {*found["outside"]} <= {"all-reduce f32"}
+        sums = {"all-reduce f32"} if report["devices"] > 1 else set()
+        assert not found["in_loops"] and {*found["outside"]} == sums
 
 
 SLICES = """

@@ -168,14 +168,37 @@ def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
         as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
 
 
-def test_a_dataset_that_may_not_read_ahead_waits(cluster):
-    """Ray's own scheduler would take a core of the worker (docs/upstream.md)."""
+def test_a_dataset_reads_a_little_ahead_and_then_rests(cluster, tmp_path):
+    """While the loop trains: its tasks stop, and its scheduler takes no core."""
+    steps, count = [], tmp_path / "rows"
+
+    class Count:
+        def on_execution_step(self, *about: object) -> None:
+            steps.append(time.monotonic())
+
+        before_execution_starts = after_execution_succeeds = on_execution_step
+        after_execution_fails = on_execution_step
+
+    def read(row: dict) -> dict:
+        with count.open("a") as file:
+            file.write(".")
+        return {"x": np.zeros(2**18, np.uint16)}  # half a MiB
+
+    def rows_read() -> int:
+        return count.stat().st_size
+
     with ray.data.DataContext.current(ray.data.DataContext.get_current().copy()):
         trainkit.workers.limit_data()
-        rows = ray.data.range(10_000).map(lambda row: {"x": np.zeros(2**18, np.uint16)})
-        batches = iter(rows.iter_batches(batch_size=1))
+        data = ray.data.DataContext.get_current()
+        data.custom_execution_callback_classes.append(Count)
+        batches = iter(ray.data.range(10_000).map(read).iter_batches(batch_size=1))
         next(batches)
-        time.sleep(3)  # to read ahead
-        used = time.process_time()
-        time.sleep(2)
-    assert time.process_time() - used < 1
+        before = 0
+        while (now := rows_read()) > before:
+            before = now
+            time.sleep(1)
+    assert rows_read() < 2_000  # of 512 in 256 MiB, and what waits elsewhere
+    start = len(steps)
+    time.sleep(2)
+    assert rows_read() == before
+    assert 0 < len(steps) - start < 2 / 0.01  # each with a pause of 0.01 s

@@ -15,7 +15,7 @@ import numpy as np
 from trainkit.config import TrainingConfig
 
 SPLITS = ("train", "val")
-_SAMPLE = 2**16  # bytes
+_SAMPLE, _SAMPLES = 2**16, 256  # bytes, and how many of them are hashed
 
 
 def path_of(config: TrainingConfig, split: str) -> Path:
@@ -90,7 +90,7 @@ def digest(config: TrainingConfig) -> dict[str, str]:
         hashed = hashlib.sha256()
         with path_of(config, split).open("rb") as file:
             size = file.seek(0, 2)
-            for start in range(0, size, max(size // 256, _SAMPLE)):
+            for start in range(0, size, max(size // _SAMPLES, _SAMPLE)):
                 file.seek(start)
                 hashed.update(file.read(_SAMPLE))
         found[split] = f"{tokens:,} tokens, {hashed.hexdigest()[:16]}"

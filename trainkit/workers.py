@@ -15,6 +15,12 @@ from jax.experimental import multihost_utils
 from trainkit import runs, token_files
 from trainkit.config import TrainingConfig
 
+_AHEAD = 2**28  # bytes that a dataset keeps in the object store
+_BLOCK = (
+    2**23
+)  # bytes; with larger blocks, a run's first step waits for those of others
+_PAUSE = 0.01  # seconds
+
 
 def start(settings: dict) -> TrainingConfig:
     """Start as one of the workers; only one launch has the run, with the same tokens on all.
@@ -62,7 +68,7 @@ def limit_data() -> None:
         """Sleeps in each step of a scheduler that would take a core (docs/upstream.md)."""
 
         def on_execution_step(self, *about: object) -> None:
-            time.sleep(0.01)
+            time.sleep(_PAUSE)
 
         before_execution_starts = after_execution_succeeds = on_execution_step
         after_execution_fails = on_execution_step
@@ -70,7 +76,7 @@ def limit_data() -> None:
     data = ray.data.DataContext.get_current()
     data.custom_execution_callback_classes = [Pause]  # type: ignore[list-item] # no base
     data.enable_progress_bars = False
-    data.target_max_block_size = 2**23  # bytes; in more, step 1 waits for others
+    data.target_max_block_size = _BLOCK
     # Without limits, each worker's dataset asks an autoscaler for more, and fills the store.
-    limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=2**28)
+    limits = ray.data.ExecutionResources.for_limits(cpu=1, object_store_memory=_AHEAD)
     data.execution_options.resource_limits = limits
