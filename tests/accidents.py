@@ -80,8 +80,8 @@ def after_each_line(act):
     """In its block, the first worker's loop calls `act(line)` after a line, and waits."""
     add = run_log.RunLog.add
 
-    def add_and_act(log, *arguments):
-        line = add(log, *arguments)
+    def add_and_act(log, *arguments, **named):
+        line = add(log, *arguments, **named)
         if line and ray.train.get_context().get_world_rank() == 0:
             act(line)
         return line

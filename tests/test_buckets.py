@@ -1,6 +1,9 @@
 """Runs in a bucket, on a real S3 server in this process."""
 
+import os
+import re
 import tempfile
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +22,10 @@ from accidents import (
     train_loop_of,
     wait_for,
 )
-from conftest import start_ray, stop_ray
+from conftest import ROOT, start_ray, stop_ray
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
+from samples import python
 
 from trainkit import checkpoints
 
@@ -85,6 +89,10 @@ def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
         [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
     )
     np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+    # On this node, nothing stays of what was uploaded.
+    place = Path(tempfile.gettempdir(), f"checkpoints-{os.getuid()}")
+    assert not [*(place / str(config.run_path)[5:]).rglob("*.tar")]
 
     # Pruned to the two best and the latest.
     losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
@@ -154,3 +162,25 @@ def test_a_connection_that_is_lost_during_a_save(
     )
     assert losses == expected
     back.stop()
+
+
+@pytest.mark.extra
+def test_the_file_to_start_from_in_a_bucket(server):
+    """With the guide's lines. Launched once more, it continues."""
+    text = (ROOT / "examples/survive.py").read_text()
+    lines, launch = text.split('if __name__ == "__main__":')
+    guide = (ROOT / "docs/guide.md").read_text()
+    (block,) = re.findall(r"```python\n(from etils.epath.*?)```", guide, re.DOTALL)
+    (log,) = re.findall(
+        r"        with .folder / \"losses.*?file=file.\n", lines, re.DOTALL
+    )
+    (sent,) = re.findall(r"sends the package by `(ray.init.*?)`", guide)
+    lines = lines.replace(log, "") + block.replace("my-bucket", "models")
+    launch = textwrap.dedent(launch).replace("ray.init()", sent)
+    said = []
+    for steps in ("steps=24", "steps=32"):
+        program = lines + launch.replace("steps=24", steps)
+        said.append(python(program, PYTHONPATH=str(ROOT), RAY_ADDRESS="local"))
+    assert "step 24 | loss 0.000408" in said[0]
+    assert "continues at step 24" in said[1] and "step 32" in said[1]
+    assert "step 24 |" not in said[1]

@@ -202,6 +202,23 @@ def test_a_checkpoint_of_november_2026(tutorial, config):
     assert float(abs(model.wte.embedding[...]).sum()) == pytest.approx(9.51966381)
 
 
+def test_a_model_trained_by_any_kernel_runs_here(tutorial, config, tmp_path):
+    """On a window of any length, also if its blocks were one in a loop."""
+    state = tutorial.create_state(config)
+    for changes in (
+        {"attention": "cudnn"},
+        {"attention": "splash", "scan_layers": True},
+    ):
+        path = tmp_path / changes["attention"]
+        about = {"config": asdict(replace(config, **changes)), "tokens": None}
+        orbax.save(path, tutorial.named(state), custom_metadata=about)
+        model = checkpoints.load_model(
+            ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
+        )
+        tokens = np.ones((1, 3), np.int32)
+        np.testing.assert_array_equal(model(tokens), state.model(tokens))
+
+
 def test_keys_that_versions_add_and_remove(config, monkeypatch):
     """Of a key that it lacks, a checkpoint has the default; another value is refused."""
     saved = asdict(config) | {"removed": 3}

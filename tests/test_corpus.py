@@ -197,6 +197,16 @@ def test_what_a_dataset_is_not_is_named(gpt2, cluster, case):
         corpus.documents(gpt2(), lambda downloads: made)
 
 
+def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, prepare):
+    """Each block of Ray Data's is written by itself."""
+    for texts in (["to naïveté", "to"], ["to", "to naïveté"]):
+        rows = [{"text": text} for text in texts]
+        blocks = ray.data.from_items(rows, override_num_blocks=2)
+        GIVEN[:] = [[blocks, blocks]]
+        with pytest.raises(ValueError, match="has the token .*vocab_size is 1000"):
+            prepare(gpt2(vocab_size=1_000), given)
+
+
 def test_a_part_without_rows_is_named(gpt2, prepare):
     GIVEN[:] = [[hub(), hub(text=[])]]
     with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):

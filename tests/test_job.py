@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 
+import nbformat
 import psutil
 import pytest
 import ray
 from accidents import in_the_background, wait_for
 from conftest import ROOT, stop_ray
+from notebook_module import NOTEBOOK
 from ruamel.yaml import YAML
 from samples import python
 
@@ -34,6 +36,27 @@ def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
     assert python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR="{}") == "None\nNone\n"
     assert load_config(path, tmp_path).run_name is None
     assert load_config(path, tmp_path, run_name="mine").run_name == "mine"
+
+
+def test_a_signal_to_the_job_reaches_the_program(tmp_path):
+    """It is bash's process, and has the run's name and the package. Its notebook is small."""
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    (tmp_path / "keys.yaml").write_text("max_steps: 3")  # with no end of line
+    source = "import os, pathlib, time\n"
+    source += "text = pathlib.Path(os.environ['GPT2_CONFIG']).read_text()\n"
+    source += "pathlib.Path('told').write_text(f'{text} {os.getpid()}')\ntime.sleep(60)"
+    cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("error")]
+    cells[1].metadata.tags = ["aside"]
+    about = nbformat.read(NOTEBOOK, as_version=4).metadata
+    small = nbformat.v4.new_notebook(cells=cells, metadata=about)
+    nbformat.write(small, tmp_path / "README.ipynb")
+    command = ["bash", tmp_path / "ci/job.sh", "keys.yaml", "mine"]
+    with subprocess.Popen(command, cwd=tmp_path) as job:
+        wait_for((tmp_path / "told").exists, 60, what="the program")
+        told = (tmp_path / "told").read_text()
+        job.terminate()
+    assert told == f"max_steps: 3\nrun_name: mine\n {job.pid}"
+    assert not psutil.pid_exists(job.pid)
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(AssertionError):
         python(script, folder)
     (left,) = tmp_path.iterdir()
+    with pytest.raises(KeyboardInterrupt), paths.new_folder(folder):
+        raise KeyboardInterrupt  # a person's
+    assert [*tmp_path.iterdir()] == [left]
     assert left.name.startswith("data.partial-")
     make("train.bin")
     with pytest.raises(OSError, match="not empty"):

@@ -44,6 +44,14 @@ def test_registry_gets_its_files_and_nothing_else(registry):
     assert contents() == written
 
 
+def test_an_entry_is_written_in_place_of_the_one_of_its_name(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- name: ours\n  was: 1\n# the owner of\n- name: another\n")
+    publish.set_entry(path, "- name: ours\n  is: 2\n")
+    expected = "- name: ours\n  is: 2\n# the owner of\n- name: another\n"
+    assert path.read_text() == expected
+
+
 def test_driver_and_workers_install_the_lock(registry):
     cells = code_cells(registry / publish.FOLDER / "README.ipynb")
     code = "\n".join(cell.source for cell in cells)

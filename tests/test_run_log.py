@@ -159,10 +159,32 @@ as_worker(loop)
 """
 
 
+STARTED = """
+import sys, time
+sys.path.append("tests")
+from accidents import as_worker
+from conftest import small_config
+from trainkit import workers
+
+config = small_config(sys.argv[1], stall_timeout_s=3.0)
+
+def loop():
+    workers.start({"config": vars(config), "tokens": None})
+    time.sleep(60)  # as if this waited for others, to restore a checkpoint
+
+as_worker(loop)
+"""
+
+
 def test_watchdog_ends_a_process_that_hangs_in_c(tmp_path):
     words = r"(?s)outside, nothing is watched.*Timeout.*in wait_in_c"
     with pytest.raises(AssertionError, match=words):
         python(HANG, tmp_path)
+
+
+def test_watchdog_begins_before_anything_is_restored(tmp_path):
+    with pytest.raises(AssertionError, match="(?s)Timeout.*line 11 in loop"):
+        python(STARTED, tmp_path)
 
 
 @pytest.mark.extra

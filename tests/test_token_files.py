@@ -66,6 +66,8 @@ def test_a_digest_tells_tokens_from_others(small, write_bins):
     before = token_files.digest(config)["train"]
     path.write_bytes(bytes(200_000_002))
     assert token_files.digest(config)["train"] != before
+    path.write_bytes(bytes(150_000_000) + b"\1" * 50_000_000)  # another last quarter
+    assert token_files.digest(config)["train"] != before
 
 
 @pytest.mark.parametrize("tokens, windows", [(17, 1), (32, 1), (33, 2), (48, 2)])

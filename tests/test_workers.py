@@ -1,9 +1,11 @@
 """Which devices a worker gets, and what is refused or said at once."""
 
+import contextlib
 import os
 import re
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -166,6 +168,22 @@ def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
     write_bins(config, seed=1)
     with pytest.raises(ValueError, match="holds .*, and where the run was launched"):
         as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
+
+
+def test_each_node_compares_its_tokens(small, write_bins, monkeypatch):
+    """One worker of it, whatever its rank among all."""
+    config = write_bins(small())
+    settings = {"config": vars(config), "tokens": {"train": "others", "val": "others"}}
+    for rank, of_node, compares in ((1, 0, True), (1, 1, False)):
+        context = SimpleNamespace(
+            get_world_rank=lambda rank=rank: rank,
+            get_local_rank=lambda of_node=of_node: of_node,
+            get_world_size=lambda: 1,
+        )
+        monkeypatch.setattr(ray.train, "get_context", lambda c=context: c)
+        monkeypatch.setattr(ray.train.collective, "barrier", lambda: None)
+        with contextlib.nullcontext() if not compares else pytest.raises(ValueError):
+            as_worker(partial(trainkit.workers.start, settings))
 
 
 def test_a_dataset_reads_a_little_ahead_and_then_rests(cluster, tmp_path):
