@@ -112,9 +112,10 @@ def newest(folder: Path) -> Path | None:
     name = None
     if ray.train.get_context().get_world_rank() == 0:
         names = [path.name for path in folder.glob("step_*")]
-        name = max(filter(re.compile(r"step_\d{8}").fullmatch, names), default=None)
+        whole = [name for name in names if re.fullmatch(r"step_\d{8}", name)]
+        name = max(whole, default=None)
     name = collective.broadcast_from_rank_zero(name)
-    return name and folder / name
+    return folder / name if name else None
 
 
 def restore(path: Path, like: dict) -> dict:
@@ -142,14 +143,17 @@ def fit_line_and_survive(settings: dict, log) -> None:
     mesh = Mesh(jax.devices(), "data")
     by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     to_array = partial(jax.make_array_from_process_local_data, by_rows)
-    state = jax.jit(create_line, out_shardings=whole)()
+    create = jax.jit(create_line, out_shardings=whole)
 
     folder, step, saving = Path(settings["folder"]), 0, None
     if path := newest(folder):
-        state = unnamed(restore(path, named(state)), state)
+        like = jax.eval_shape(create)  # shapes and shardings, without arrays
+        state = unnamed(restore(path, named(like)), like)
         step = int(path.name[-8:])
         if ray.train.get_context().get_world_rank() == 0:
             print(f"continues at step {step}")
+    else:
+        state = create()
     while step < settings["steps"]:
         state, loss = line_step(state, *map(to_array, read_points(step)))
         step += 1

@@ -1,6 +1,7 @@
 """Step 3: documents become tokens, in order and all of them; what is refused."""
 
 import json
+import os
 import re
 import time
 from functools import partial
@@ -229,6 +230,15 @@ def test_documents_of_val_in_train(gpt2, prepare, capsys, tmp_path):
     with pytest.raises(ValueError, match="dataset: 3 of 10 .* shuffles anew"):
         prepare(config, given)
     assert not Path(config.data_dir).exists()
+
+
+def test_tokens_that_were_harmed_since_are_not_used_again(gpt2, prepare):
+    config = gpt2()
+    prepare(config, few)
+    path = token_files.path_of(config, "train")
+    os.truncate(path, path.stat().st_size - 2)
+    with pytest.raises(ValueError, match="train.bin has .* not those of its manifest"):
+        prepare(config, few)
 
 
 def test_a_file_that_a_system_left_is_named(gpt2, prepare):
