@@ -203,7 +203,7 @@ def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, prepare):
     for texts in (["to naïveté", "to"], ["to", "to naïveté"]):
         rows = [{"text": text} for text in texts]
         blocks = ray.data.from_items(rows, override_num_blocks=2)
-        GIVEN[:] = [[blocks, blocks]]
+        GIVEN[:] = [[blocks, hub(text=["or not"])]]
         with pytest.raises(ValueError, match="has the token .*vocab_size is 1000"):
             prepare(gpt2(vocab_size=1_000), given)
 
