@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p build
 export GPT2_CONFIG="build/$2.yaml"
-{ cat "$1"; printf '\nrun_name: %s\n' "$2"; } >"$GPT2_CONFIG"
+{ awk '!/^run_name:/' "$1"; printf "run_name: '%s'\n" "$2"; } >"$GPT2_CONFIG"
 jupyter nbconvert --to script --output "build/$2" README.ipynb \
   --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_cell_tags=aside
 PYTHONPATH=. exec python "build/$2.py"

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import boto3
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray.train
 import requests
 from accidents import (
+    as_worker,
     assert_one_worker_continues,
     in_the_background,
     kill,
@@ -23,11 +25,13 @@ from accidents import (
     wait_for,
 )
 from conftest import ROOT, start_ray, stop_ray
+from etils import epath
 from moto.server import ThreadedMotoServer
+from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 from samples import python
 
-from trainkit import checkpoints
+from trainkit import buckets, checkpoints
 
 
 @pytest.fixture(scope="module")  # s3fs keeps the address that it found first
@@ -127,6 +131,31 @@ def test_what_is_copied_between_a_bucket_and_a_folder_is_refused(
         assert sorted(path.name for path in copied.run_path.iterdir()) == before
 
 
+def test_an_upload_is_tried_again(bucket, monkeypatch):
+    """Ray does so, after some errors; nothing that it needs may be gone by then."""
+    told = []
+    monkeypatch.setattr(ray.train, "report", lambda metrics, **how: told.append(how))
+    folder, numbers = epath.Path(bucket) / "run", {"x": jnp.arange(3.0)}
+
+    def loop() -> bool:
+        uploaded = buckets.save(folder, numbers, 8, {})
+        how = told[0]
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="Slow Down"):
+            patch.setattr(fs, "copy_files", raise_slow_down)
+            how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
+        assert not uploaded.done()
+        how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
+        return uploaded.done()
+
+    assert as_worker(loop)
+    path = as_worker(lambda: buckets.newest(folder))
+    np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
+
+
+def raise_slow_down(*given, **named):
+    raise OSError("AWS Error SLOW_DOWN: Slow Down")
+
+
 @pytest.mark.extra
 def test_keys_that_are_wrong_are_refused_on_the_driver(
     tutorial, reference, bucket, server, monkeypatch
@@ -140,28 +169,6 @@ def test_keys_that_are_wrong_are_refused_on_the_driver(
     ):
         tutorial.make_trainer(config, tutorial.train_loop_per_worker)
     requests.post(url, data=b"inf")
-
-
-@pytest.mark.extra
-def test_a_connection_that_is_lost_during_a_save(
-    tutorial, reference, bucket, server, monkeypatch
-):
-    """The workers start again, and continue from the checkpoint before."""
-    config = replace(reference, run_name="lost", max_steps=24, storage_path=bucket)
-    loop = train_loop_of(tutorial, 0.05)
-    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
-        wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
-        host, port = server.get_host_and_port()
-        server.stop()
-        time.sleep(5)
-        back = ThreadedMotoServer(host, port=port, verbose=False)
-        back.start()  # with what was stored, which this process keeps
-        assert finish().metrics["step"] == config.max_steps
-    losses, expected = (
-        [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
-    )
-    assert losses == expected
-    back.stop()
 
 
 @pytest.mark.extra
@@ -184,3 +191,24 @@ def test_the_file_to_start_from_in_a_bucket(server):
     assert "step 24 | loss 0.000408" in said[0]
     assert "continues at step 24" in said[1] and "step 32" in said[1]
     assert "step 24 |" not in said[1]
+
+
+@pytest.mark.extra
+def test_a_connection_that_is_lost_during_a_save(
+    tutorial, reference, bucket, server, monkeypatch
+):
+    """The workers start again, and continue from the checkpoint before."""
+    config = replace(reference, run_name="lost", max_steps=24, storage_path=bucket)
+    loop = train_loop_of(tutorial, 0.05)
+    with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
+        wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
+        host, port = server.get_host_and_port()
+        server.stop()
+        time.sleep(5)
+        back = ThreadedMotoServer(host, port=port, verbose=False)
+        back.start()  # with what was stored, which this process keeps
+        assert finish().metrics["step"] == config.max_steps
+    losses, expected = (
+        [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
+    )
+    assert losses == expected

@@ -41,7 +41,7 @@ def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
 def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     """It is bash's process, and has the run's name and the package. Its notebook is small."""
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
-    (tmp_path / "keys.yaml").write_text("max_steps: 3")  # with no end of line
+    (tmp_path / "keys.yaml").write_text("run_name: other\nmax_steps: 3")
     source = "import os, pathlib, time\n"
     source += "text = pathlib.Path(os.environ['GPT2_CONFIG']).read_text()\n"
     source += "pathlib.Path('told').write_text(f'{text} {os.getpid()}')\ntime.sleep(60)"
@@ -50,12 +50,12 @@ def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     about = nbformat.read(NOTEBOOK, as_version=4).metadata
     small = nbformat.v4.new_notebook(cells=cells, metadata=about)
     nbformat.write(small, tmp_path / "README.ipynb")
-    command = ["bash", tmp_path / "ci/job.sh", "keys.yaml", "mine"]
+    command = ["bash", tmp_path / "ci/job.sh", "keys.yaml", "7"]
     with subprocess.Popen(command, cwd=tmp_path) as job:
         wait_for((tmp_path / "told").exists, 60, what="the program")
         told = (tmp_path / "told").read_text()
         job.terminate()
-    assert told == f"max_steps: 3\nrun_name: mine\n {job.pid}"
+    assert told == f"max_steps: 3\nrun_name: '7'\n {job.pid}"
     assert not psutil.pid_exists(job.pid)
 
 

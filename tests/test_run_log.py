@@ -119,6 +119,8 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
         with run_log.RunLog(config, arrays) as log:
             return log.add(1, {"loss": 1.0}, False)
 
+    for kind in ("NVIDIA L40S", "GH200"):  # not an L4, not an H200
+        assert run_log.peak_flops(kind) is None
     # 2 layers, 32 wide: 12 D^2 in matrices, 13 D in biases and norms each; 640 rows of tokens.
     weights = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 640 * 32
     flops = 6 * weights + 12 * 2 * 32 * 16

@@ -83,19 +83,18 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
     uploaded: Future[None] = Future()
 
     def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
-        try:
+        """Ray calls this up to three times, if the connection to the bucket fails."""
+        if not (local / packed).exists():
             saving.result()
             checkpointer.close()
-            with tarfile.open(local / packed, "w") as tar:
+            with tarfile.open(local / f"{packed}.new", "w") as tar:
                 tar.add(local / str(step), ".")
+            (local / f"{packed}.new").rename(local / packed)
             shutil.rmtree(local / str(step))
-            files, root = _open(folder)
-            there = {"destination_filesystem": files}
-            fs.copy_files(str(local / packed), f"{root}/{name}/{packed}", **there)
-            shutil.rmtree(local)
-        except BaseException as error:
-            uploaded.set_exception(error)
-            raise
+        files, root = _open(folder)
+        there = {"destination_filesystem": files}
+        fs.copy_files(str(local / packed), f"{root}/{name}/{packed}", **there)
+        shutil.rmtree(local)
         uploaded.set_result(None)
         return Checkpoint(f"{root}/{name}", files)
 

@@ -27,7 +27,9 @@ def absolute(place: str) -> str:
 
 def path_or_name(name: str) -> str:
     """What is here by a name with a slash, as an absolute path; others are names of a hub."""
-    is_path = "/" in name and os.path.exists(os.path.expanduser(name))
+    is_path = "/" in name and os.path.exists(
+        os.path.expanduser(os.path.expandvars(name))
+    )
     return absolute(name) if is_path else name
 
 

@@ -21,6 +21,7 @@ _PEAK_FLOPS = {
     "NVIDIA A10G": 70e12,
     "NVIDIA A100": 312e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
@@ -183,7 +184,7 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
 
 def peak_flops(device_kind: str) -> float | None:
     """Of a device by JAX's name for it, in bfloat16; None if it isn't known."""
-    known = (name for name in _PEAK_FLOPS if device_kind.startswith(name))
+    known = (name for name in _PEAK_FLOPS if re.match(rf"{name}\b", device_kind))
     return _PEAK_FLOPS.get(next(known, ""))
 
 

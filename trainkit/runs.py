@@ -57,7 +57,7 @@ def check(path: epath.PathLike, settings: Mapping) -> None:
 
     Args:
         path: the checkpoint's folder.
-        settings: those of `workers.settings`, as the checkpoint's own are.
+        settings: those of `launch.settings`, as the checkpoint's own are.
 
     Raises:
         ValueError: key by key, what it was, and what it is.
@@ -102,8 +102,9 @@ def lock(config: TrainingConfig) -> None:
             print(f"{config.run_path} is locked: waiting for {_PATIENCE} s at most")
             _lock.acquire(timeout=_PATIENCE)
     except Timeout:
+        other = holder.read_text() if holder.exists() else "a launch that just starts"
         raise RuntimeError(
-            f"run_name: {config.run_path} is in use by {holder.read_text()}. Wait for it, end "
+            f"run_name: {config.run_path} is in use by {other}. Wait for it, end "
             "it, or choose another run_name. If its node died, try again in some minutes."
         ) from None
     except OSError as error:
