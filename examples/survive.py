@@ -149,7 +149,7 @@ def fit_line_and_survive(settings: dict, log) -> None:
     if path := newest(folder):
         like = jax.eval_shape(create)  # shapes and shardings, without arrays
         state = unnamed(restore(path, named(like)), like)
-        step = int(path.name[-8:])
+        step = int(path.name.split("_")[1])
         if ray.train.get_context().get_world_rank() == 0:
             print(f"continues at step {step}")
     else:

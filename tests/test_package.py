@@ -2,8 +2,10 @@
 
 import ast
 import graphlib
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -31,6 +33,28 @@ def test_imports_form_no_circle():
                 found |= {module} if package == "trainkit" else set()
     order = [*graphlib.TopologicalSorter(imports).static_order()]
     assert order.index("paths") < order.index("config") < order.index("load_config")
+
+
+def test_requirements_that_changed_are_installed_anew(tmp_path):
+    """The environment is made by a Python that only says so."""
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    stub = tmp_path / "python"
+    stub.write_text(
+        f"""#!/bin/bash
+        [ "$1" = -c ] && exec {sys.executable} "$@"
+        mkdir -p .venv/bin && echo 'PATH="$PWD:$PATH"' >.venv/bin/activate
+        """
+    )
+    (tmp_path / "uv").write_text("#!/bin/bash\n")
+    for name in ("python", "uv"):
+        (tmp_path / name).chmod(0o755)
+    needed, said = tmp_path / "needed.txt", []
+    for text in ("a==1", "a==1", "a==2"):
+        needed.write_text(text)
+        command = ["bash", "-euc", "source ci/environment.sh needed.txt"]
+        options = {"cwd": tmp_path, "env": os.environ | {"PYTHON": str(stub)}}
+        said.append(subprocess.check_output(command, text=True, **options))
+    assert ["Installing needed.txt" in text for text in said] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])

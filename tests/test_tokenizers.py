@@ -29,6 +29,16 @@ def documents(downloads: str) -> list[ray.data.Dataset]:
     ]
 
 
+def test_ids_with_gaps_fit_the_vocabulary(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    byte_pairs(path, TEXTS)
+    model = json.loads(path.read_text())["model"]
+    last = max(model["vocab"], key=model["vocab"].get)
+    model["vocab"][last] = 500
+    change(path, model=model)
+    assert ours.load(str(path)).n_vocab == 501
+
+
 def test_ids_are_the_library_s(tmp_path, monkeypatch):
     """With tokens added that aren't special, without truncation, padding, or a frame. Workers
     run elsewhere, so the name of a folder that is here is the hub's."""
