@@ -198,14 +198,20 @@ def test_what_a_dataset_is_not_is_named(gpt2, cluster, case):
         corpus.documents(gpt2(), lambda downloads: made)
 
 
-def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, prepare):
+def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, cluster):
     """Each block of Ray Data's is written by itself."""
-    for texts in (["to naïveté", "to"], ["to", "to naïveté"]):
+
+    def tokenize(row: dict, config) -> dict:
+        return {"tokens": np.uint16([int(row["text"])]).tobytes()}
+
+    for texts in (["900", "1"], ["1", "900"]):
         rows = [{"text": text} for text in texts]
         blocks = ray.data.from_items(rows, override_num_blocks=2)
-        GIVEN[:] = [[blocks, hub(text=["or not"])]]
-        with pytest.raises(ValueError, match="has the token .*vocab_size is 1000"):
-            prepare(gpt2(vocab_size=1_000), given)
+        GIVEN[:] = [[blocks, hub(text=["2", "3"])]]
+        with pytest.raises(
+            ValueError, match="has the token 900, and vocab_size is 521"
+        ):
+            corpus.write(gpt2(vocab_size=521), given, tokenize)
 
 
 def test_a_part_without_rows_is_named(gpt2, prepare):
