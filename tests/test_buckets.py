@@ -2,6 +2,7 @@
 
 import os
 import re
+import tarfile
 import tempfile
 import textwrap
 import time
@@ -140,10 +141,11 @@ def test_an_upload_is_tried_again(bucket, monkeypatch):
     def loop() -> bool:
         uploaded = buckets.save(folder, numbers, 8, {})
         how = told[0]
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="Slow Down"):
-            patch.setattr(fs, "copy_files", raise_slow_down)
-            how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
-        assert not uploaded.done()
+        for place, name in ((tarfile.TarFile, "add"), (fs, "copy_files")):
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="Slow"):
+                patch.setattr(place, name, raise_slow_down)
+                how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
+            assert not uploaded.done()
         how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
         return uploaded.done()
 

@@ -47,39 +47,39 @@ def test_a_node_that_is_taken_away_with_notice(
 ):
     """The workers save at once, and at the deadline continue on another node.
 
-    No failure is counted. That checkpoint wasn't evaluated, so it is the worst, also for the
+    One failure may be counted, because the node and Ray's controller act in the same second.
+    That checkpoint wasn't evaluated, so it is the worst, also for the
     next driver, which reads its metrics in Ray's record.
     """
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
     scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
     monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
-    changes = {"run_name": "notice", "eval_interval": 100, "notice_interval": 2}
-    config = replace(reference, **changes, max_failures=0)
+    changes = {"eval_interval": 100, "notice_interval": 2, "log_interval": 4}
+    config = replace(reference, run_name="notice", **changes, max_failures=1)
 
     def loop(settings: dict) -> None:
         rank = ray.train.get_context().get_world_rank()
         with (tmp_path / f"nodes-{rank}").open("a") as file:
             print(ray.get_runtime_context().get_node_id(), file=file)
-        with after_each_line(lambda _: time.sleep(0.5)):
+        with after_each_line(lambda _: time.sleep(2)):
             tutorial.train_loop_per_worker(settings)
 
     with pod(head, 10) as leaving:  # with room for a worker, as on the head
         with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
-            wait_for(lambda: last_step(config) >= 3, what="the third step")
+            wait_for(lambda: last_step(config) >= 4, what="the first line")
             head.add_node(num_cpus=3)
             leaving.send_signal(signal.SIGTERM)
             result = finish()
     steps = [int(name[5:]) for name in saved(config)]  # the two best, and the latest
-    assert len(steps) == 2 and 3 < steps[0] < 30 and steps[1] == config.max_steps
+    assert len(steps) == 2 and 4 < steps[0] < 40 and steps[1] == config.max_steps
     starts = [(tmp_path / f"nodes-{rank}").read_text().split() for rank in range(2)]
     assert [len(found) for found in starts] == [2, 2]
     assert {found[0] for found in starts} != {found[1] for found in starts}
-    keys = "step", "loss", "grad_norm"
-    found, expected = (
-        [[line[key] for key in keys] for line in log_of(c)] for c in (config, reference)
-    )
-    assert found == expected
+    expected = {line["step"]: line for line in log_of(reference)}
+    for line in log_of(config):
+        for key in ("loss", "grad_norm"):
+            assert line[key] == expected[line["step"]][key]
     assert [x["step"] for x in log_of(config) if "val_loss" in x] == [config.max_steps]
 
     more = replace(config, max_steps=config.max_steps + 8)

@@ -40,6 +40,7 @@ def test_registry_gets_its_files_and_nothing_else(registry):
     places = (build[1]["dir"], *build[1]["compute_config"].values())
     assert all((registry / place).exists() for place in places)
     assert depsets["depsets"][1]["output"] == f"{publish.FOLDER}/{publish.LOCK}"
+    (registry / publish.FOLDER / "trainkit/no_longer.py").touch()
     publish.publish(registry, SOURCE)
     assert contents() == written
 
