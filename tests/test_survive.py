@@ -53,13 +53,14 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
             left = psutil.Process(driver.pid).children(recursive=True)
         finally:
             driver.kill()
-    for process in left:  # a driver that is killed leaves them
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+        for process in left:  # a driver that is killed leaves them
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert "continues at step" in driver.stdout.read()
     done = subprocess.run(command, **options)
     assert done.returncode == 0 and "continues at step" in done.stdout, done.stdout
     losses = pd.read_csv(folder / "losses.csv", names=["step", "loss"])
     begun = losses.step[losses.step.diff() != 1].tolist()
-    assert len(begun) == 3 and all(step % 8 == 1 for step in begun)
+    assert all(step % 8 == 1 for step in begun)
     assert losses.step.iloc[-1] == 200 == losses.step.nunique()
     assert losses.groupby("step").loss.nunique().max() == 1
