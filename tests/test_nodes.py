@@ -71,9 +71,9 @@ def test_a_node_that_is_taken_away_with_notice(
             head.add_node(num_cpus=3)
             leaving.send_signal(signal.SIGTERM)
             result = finish()
-    # One that Ray had no time to record stays, too.
+    # Those that Ray had no time to record stay, too.
     *on_notice, last = (int(name[5:]) for name in saved(config))
-    assert 4 < on_notice[0] < 40 and len(on_notice) < 3 and last == config.max_steps
+    assert 4 < on_notice[0] < 40 and len(on_notice) < 4 and last == config.max_steps
     starts = [(tmp_path / f"nodes-{rank}").read_text().split() for rank in range(2)]
     assert [len(found) for found in starts] == [2, 2]
     assert {found[0] for found in starts} != {found[1] for found in starts}
