@@ -48,9 +48,8 @@ def set_up_driver() -> None:
     os.environ.setdefault("grpc_proxy", "")
     # Under `uv run`, Ray would start each worker with uv, in an environment without Ray.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault(
-        "RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_NOT_SHOWN)
-    )  # "" shows all
+    # "" shows all.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_NOT_SHOWN))
     os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
     atexit.register(_close_bars)
 

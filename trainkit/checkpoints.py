@@ -23,10 +23,8 @@ def read_once(mesh: jax.sharding.Mesh) -> orbax.Context:
     the arrays of one replica and zeros of the others, so -0.0 becomes 0.0.
     """
     context = orbax.Context()
-    loading = context.array.loading
-    loading.use_load_and_broadcast = (
-        mesh.shape["data"] > 1
-    )  # along the mesh's first axis
+    # Orbax takes the replicas along the mesh's first axis.
+    context.array.loading.use_load_and_broadcast = mesh.shape["data"] > 1
     return context
 
 

@@ -98,9 +98,8 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     try:
         with paths.new_folder(config.data_dir) as folder:
             train, val = (p.map(tokenize, fn_kwargs={"config": config}) for p in parts)
-            hashes: set[int] = (
-                set()
-            )  # of val's documents; in train, those that are there, too
+            # Of val's documents; in train, those that are there, too.
+            hashes: set[int] = set()
             in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
             repeated: set[int] = set()
 
