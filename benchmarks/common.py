@@ -16,17 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci")]  # of trainkit, notebook_module
 
-import ray
 from notebook_module import load_notebook as load_notebook
 
-CORES = os.cpu_count()
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-
-
-def start_ray(**options) -> None:
-    """Start Ray as the notebook does, with `trainkit` on every worker."""
-    runtime_env = {"py_modules": [str(ROOT / "trainkit")]}
-    ray.init("local", runtime_env=runtime_env, log_to_driver=False, **options)
 
 
 def interleave(function: Callable, rows: list[tuple], rounds: int) -> list[list]:
@@ -59,7 +51,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
 def print_table(columns: list[str], rows: list[list], packages: list[str]) -> None:
     """A Markdown table, after the machine and the versions that it comes from."""
     versions = (f"{name} {importlib.metadata.version(name)}" for name in packages)
-    machine = f"{CORES}-core {platform.machine()}, Python {platform.python_version()}"
+    machine = f"{os.cpu_count()}-core {platform.machine()}, Python {platform.python_version()}"
     print(f"\n{machine}, {', '.join(versions)}, {datetime.date.today()}:\n")
     for row in [columns, ["---"] * len(columns), *rows]:
         print(f"| {' | '.join(map(str, row))} |")

@@ -31,8 +31,8 @@ from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 import trainkit.config
+import trainkit.config_files
 import trainkit.launch
-import trainkit.load_config
 
 KERNELS = r'custom_call_target="(?:__cudnn\$fmha\w*|tpu_custom_call)"'  # of attention
 
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pairs = (change.split("=", 1) for change in arguments.changes)
     changes = {key: YAML(typ="safe", pure=True).load(text) for key, text in pairs}
-    config = trainkit.load_config.load_config(arguments.config, "storage", **changes)
+    config = trainkit.config_files.load_config(arguments.config, "storage", **changes)
     tutorial = common.load_notebook()
     devices = virtual_devices(arguments.devices, config)
     mesh = tutorial.create_mesh(config, devices)

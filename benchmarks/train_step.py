@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainkit import launch, run_log
 from trainkit.config import TrainingConfig
-from trainkit.load_config import load_config
+from trainkit.config_files import load_config
 
 ON_CPU = TrainingConfig(compute_dtype="float32", block_size=256, device_batch_size=2)
 

@@ -9,7 +9,7 @@ stays as it is: a vocabulary is part of a run's recipe.
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainkit import corpus
+from trainkit import documents
 
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -19,5 +19,5 @@ trainer = trainers.BpeTrainer(
     special_tokens=["<|endoftext|>"],
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
 )
-tokenizer.train_from_iterator(corpus.help_pages(), trainer)
+tokenizer.train_from_iterator(documents.help_pages(), trainer)
 tokenizer.save("trainkit/builtin_tokenizer.json")

@@ -122,7 +122,7 @@ def publish(checkout: Path, source: str) -> None:
         shutil.copy(path, checkout / there)
     (template / "README.ipynb").write_text(nbformat.writes(notebook) + "\n")
     (template / "README.md").write_text(render_readme.to_markdown(notebook))
-    entry = (ROOT / "configs/compute/BUILD.yaml").read_text()
+    entry = (PLACE / "BUILD.yaml").read_text()
     set_entry(checkout / "BUILD.yaml", entry[entry.index("- name:") :])
     depsets = checkout / "dependencies/template.depsets.yaml"
     set_entry(depsets, (PLACE / "depset.yaml").read_text())

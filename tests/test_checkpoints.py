@@ -1,12 +1,8 @@
 """What the loop logs, saves, reports, and restores, as Ray Train's local mode runs it."""
 
-import errno
-import fcntl
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,11 +17,9 @@ from accidents import (
     saved,
     wait_for,
 )
-from conftest import ROOT
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import buckets, checkpoints, launch, runs, token_files
-from trainkit.config import TrainingConfig
+from trainkit import buckets, checkpoints, runs, token_files
 
 
 @pytest.fixture
@@ -74,7 +68,7 @@ def restore(tutorial, config, reports):
         path = as_worker(lambda: newest(changed.run_path))
         if path is None:
             return None
-        runs.check(path, {"config": asdict(changed), "tokens": tokens})
+        runs.check_recipe(path, {"config": asdict(changed), "tokens": tokens})
         return tutorial.unnamed(tutorial.restore(path, tutorial.named(like)), like)
 
     return restore_by
@@ -181,27 +175,6 @@ def test_other_tokens_are_named(play, config, restore, write_bins):
         restore(tokens=token_files.digest(config))
 
 
-def test_a_checkpoint_of_november_2026(tutorial, config):
-    """Which had no more than its configuration; keys come and go."""
-    path = ROOT / "tests/old/step_00000002"
-    saved = orbax.metadata(path).custom_metadata
-    config = TrainingConfig(**saved)
-    runs.check(path, {"config": asdict(config), "tokens": {"train": "any"}})
-    with pytest.raises(ValueError, match="seed was 1337, is 5"):
-        changed = asdict(replace(config, seed=5))
-        runs.check(path, {"config": changed, "tokens": None})
-    like = tutorial.abstract_state(config, jax.sharding.get_mesh())
-    state = tutorial.unnamed(tutorial.restore(path, tutorial.named(like)), like)
-    assert state.step == 2
-    sums = {name: float(abs(x).sum()) for name, x in tutorial.named(state).items()}
-    assert sums["model.wte.embedding"] == pytest.approx(9.51966381)
-    assert sums["opt_state.1.0.nu.wpe.embedding"] == pytest.approx(0.003520297)
-    model = checkpoints.load_model(
-        ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
-    )
-    assert float(abs(model.wte.embedding[...]).sum()) == pytest.approx(9.51966381)
-
-
 def test_a_model_trained_by_any_kernel_runs_here(tutorial, config, tmp_path):
     """On a window of any length, also if its blocks were one in a loop."""
     state = tutorial.create_state(config)
@@ -217,36 +190,6 @@ def test_a_model_trained_by_any_kernel_runs_here(tutorial, config, tmp_path):
         )
         tokens = np.ones((1, 3), np.int32)
         np.testing.assert_array_equal(model(tokens), state.model(tokens))
-
-
-def test_keys_that_versions_add_and_remove(config, monkeypatch):
-    """Of a key that it lacks, a checkpoint has the default; another value is refused."""
-    saved = asdict(config) | {"removed": 3}
-    del saved["beta2"]
-    about = SimpleNamespace(custom_metadata={"config": saved, "tokens": None})
-    monkeypatch.setattr(orbax, "metadata", lambda path: about)
-    runs.check("path", {"config": asdict(config), "tokens": None})
-    changed = asdict(replace(config, beta2=0.9))
-    with pytest.raises(ValueError, match="beta2 was 0.95, is 0.9"):
-        runs.check("path", {"config": changed, "tokens": None})
-
-
-@pytest.mark.parametrize("name", ["step_00000008_2_0123abcd", "step_00000008"])
-def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypatch):
-    """Before anything is written: it would start over, beside checkpoints."""
-    (config.run_path / name).mkdir(parents=True)
-    if name == "step_00000008":  # a folder's, in a bucket
-        monkeypatch.setattr(TrainingConfig, "run_path", config.run_path)
-        config = replace(config, storage_path="s3://bucket/runs")
-    with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*copied to"):
-        runs.check_folder(config)
-
-
-def test_a_launch_without_a_name_is_refused(config, cluster):
-    """By what it calls before workers start."""
-    scaling = ray.train.ScalingConfig(num_workers=2)
-    with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
-        launch.settings(replace(config, run_name=None), scaling, *[None] * 3)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
@@ -265,28 +208,3 @@ def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
         restore(buckets.newest)
     packed.unlink()
     assert restore(buckets.newest) is None
-
-
-def test_one_launch_at_a_time(config, monkeypatch, capfd):
-    """Who has the run is named; or that the file system has no locks."""
-    monkeypatch.setattr(runs, "_PATIENCE", 1)
-
-    def lock() -> None:
-        as_worker(lambda: runs.lock(config))
-        runs._lock.release()
-
-    lock()
-    words = f"run_name: .*/run is in use by process {os.getpid()} .* try again"
-    with open(config.run_path / "lock") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match=words):
-            lock()
-    assert "is locked: waiting for 1 s" in capfd.readouterr().out
-    lock()
-
-    def flock(*_) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    lock()
-    assert "has no locks: don't launch this run twice" in capfd.readouterr().out

@@ -7,7 +7,7 @@ from conftest import ROOT
 from ruamel.yaml import YAML
 from samples import run_from_guide
 
-from trainkit.load_config import load_config
+from trainkit.config_files import load_config
 
 FOLDER = ROOT / "configs/compute"
 

@@ -14,7 +14,7 @@ import pytest
 import ray.data
 import tiktoken
 
-from trainkit import corpus, paths, token_files, tokenizers
+from trainkit import corpus, documents, paths, token_files, tokenizers
 
 
 @pytest.fixture
@@ -91,13 +91,13 @@ def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     manifest = prepare(gpt2(), given)
     assert written(gpt2()) == [encode(part["text"]) for part in parts.values()]
     assert manifest["documents"] == {"train": 950, "val": 50}
-    (read, _) = corpus.documents(gpt2(), lambda downloads: (pages, pages))
+    (read, _) = documents.read(gpt2(), lambda downloads: (pages, pages))
     assert read.materialize().num_blocks() == 2
 
 
 def test_builtin_text_byte_for_byte(gpt2, prepare):
-    manifest = prepare(gpt2(dataset="builtin"), corpus.builtin)
-    pages = datasets.Dataset.from_dict({"text": corpus.help_pages()})
+    manifest = prepare(gpt2(dataset="builtin"), documents.builtin)
+    pages = datasets.Dataset.from_dict({"text": documents.help_pages()})
     parts = pages.train_test_split(test_size=0.1, seed=2357, shuffle=True).values()
     assert written(gpt2()) == [encode(part["text"]) for part in parts]
     assert [*manifest["tokens"].values()] == [len(tokens) for tokens in written(gpt2())]
@@ -168,7 +168,7 @@ def hub(**columns) -> datasets.Dataset:
 def test_a_dataset_has_two_parts(gpt2, cluster, other):
     """Train comes first, in whatever order a library names its splits."""
     splits = {name: hub(text=[name]) for name in (other, "train")}
-    first, second = corpus.documents(gpt2(), lambda downloads: splits)
+    first, second = documents.read(gpt2(), lambda downloads: splits)
     assert [first.take(1), second.take(1)] == [[{"text": "train"}], [{"text": other}]]
 
 
@@ -195,7 +195,7 @@ def test_what_a_dataset_is_not_is_named(gpt2, cluster, case):
     """With what was found, and what is expected."""
     made, words = WRONG[case]
     with pytest.raises(ValueError, match=f"^dataset: .*{words}"):
-        corpus.documents(gpt2(), lambda downloads: made)
+        documents.read(gpt2(), lambda downloads: made)
 
 
 def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, cluster):
@@ -212,13 +212,6 @@ def test_a_token_beyond_the_vocabulary_is_found_in_any_block(gpt2, cluster):
             ValueError, match="has the token 900, and vocab_size is 521"
         ):
             corpus.write(gpt2(vocab_size=521), given, tokenize)
-
-
-def test_a_part_without_rows_is_named(gpt2, prepare):
-    GIVEN[:] = [[hub(), hub(text=[])]]
-    with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
-        prepare(gpt2(), given)
-    assert nothing_in(gpt2())
 
 
 def numbered(numbers) -> ray.data.Dataset:
@@ -282,11 +275,12 @@ def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
 def test_tokens_that_were_made_in_another_way_are_refused(
     gpt2, prepare, monkeypatch, capsys
 ):
-    """With the lines that differ; a run with another seed uses the tokens, unread, and a line
-    says what they are. Of tokens of an earlier version, only the sources aren't compared."""
+    """With the lines that differ. A run with another seed uses the tokens, unread, and a line
+    says what they are.
+    """
     manifest = prepare(gpt2(), few)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "documents", None)
+        patch.setattr(documents, "read", None)
         capsys.readouterr()
         assert prepare(gpt2(seed=2), few) == manifest
         said = r"data is used again: {'train': 6, 'val': 5} tokens, made 20.* by few and tok"
@@ -303,17 +297,6 @@ def test_tokens_that_were_made_in_another_way_are_refused(
     ):
         with pytest.raises(FileExistsError, match=f"\n-{line}\n"):
             prepare(gpt2(**changes), few)
-    old = {"tokens": manifest["tokens"], "largest_id": manifest["largest_id"]}
-    old["made_from"] = [
-        *manifest["made_from"][:3],
-        "few:",
-        "def few():",
-        "    return 1",
-    ]
-    (Path(gpt2().data_dir) / "manifest.json").write_text(json.dumps(old))
-    assert prepare(gpt2(), few) == old
-    with pytest.raises(FileExistsError, match="\n-dataset: few\n"):
-        prepare(gpt2(dataset="many"), few)
 
 
 def factory(n):

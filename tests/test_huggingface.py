@@ -18,8 +18,8 @@ from peers import ODD, make_peer, ours
 from safetensors.numpy import load_file, save_file
 from samples import END, byte_pairs
 
+import trainkit.config_files
 import trainkit.huggingface
-import trainkit.load_config
 import trainkit.tokenizers
 
 WHOLE, WTE = "model.safetensors", "transformer.wte.weight"
@@ -117,7 +117,7 @@ def test_weights_in_several_files(tutorial, small, folder):
 def test_the_shape_of_a_run_is_that_of_its_weights(folder):
     """Or else refused, as is a tokenizer that the folder of the weights contradicts."""
     path = ROOT / "configs/gpt2-finetune.yaml"
-    load = partial(trainkit.load_config.load_config, path, "storage")
+    load = partial(trainkit.config_files.load_config, path, "storage")
     weights = os.path.relpath(folder)
     config = load(init_from=weights, n_layer=ODD["n_layer"])
     assert {key: getattr(config, key) for key in ODD} == ODD

@@ -1,4 +1,4 @@
-"""How runs are named, and the notebook as a Ray job, with the guide's commands."""
+"""The notebook as a Ray job, with the guide's commands."""
 
 import contextlib
 import re
@@ -14,28 +14,6 @@ from conftest import ROOT, stop_ray
 from notebook_module import NOTEBOOK
 from ruamel.yaml import YAML
 from samples import python
-
-from trainkit.load_config import load_config
-
-NAMES = """
-import builtins, sys
-from trainkit.load_config import load_config
-builtins.__IPYTHON__ = True  # as in a kernel
-for _ in range(2):
-    print(load_config(sys.argv[1], "storage").run_name)
-"""
-
-
-def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
-    """Two in one second differ; in a job, and in a script, which are tried again, none."""
-    path = tmp_path / "my own.yaml"
-    path.write_text("tokenizer: gpt2")
-    names = python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR=None).splitlines()
-    assert all(re.fullmatch(r"my own-\d{8}-\d{6}-\d{6}", name) for name in names)
-    assert names[0] != names[1]
-    assert python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR="{}") == "None\nNone\n"
-    assert load_config(path, tmp_path).run_name is None
-    assert load_config(path, tmp_path, run_name="mine").run_name == "mine"
 
 
 def test_a_signal_to_the_job_reaches_the_program(tmp_path):

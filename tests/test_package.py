@@ -14,7 +14,7 @@ from samples import python
 
 def test_what_reads_text_needs_no_jax():
     """Ray Data's tasks import it, and should start quickly."""
-    names = "tokenizers, config, corpus, token_files"
+    names = "tokenizers, config, documents, corpus, token_files"
     printed = python(f"import sys; from trainkit import {names}; print(*sys.modules)")
     loaded = {name.split(".")[0] for name in printed.split()}
     assert not loaded & {"jax", "flax", "orbax", "transformers", "torch"}
@@ -32,7 +32,7 @@ def test_imports_form_no_circle():
                 package, _, module = node.module.partition(".")
                 found |= {module} if package == "trainkit" else set()
     order = [*graphlib.TopologicalSorter(imports).static_order()]
-    assert order.index("paths") < order.index("config") < order.index("load_config")
+    assert order.index("paths") < order.index("config") < order.index("config_files")
 
 
 def test_requirements_that_changed_are_installed_anew(tmp_path):

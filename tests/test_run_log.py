@@ -55,7 +55,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     assert told == [None, None, first, None, last]
     said = capfd.readouterr().out
     for line in (
-        "run continues at step 7, with the same settings and tokens; code isn't compared"
+        "run continues at step 7, with the same recipe and tokens; code isn't compared"
         " | devices 1 | mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4 | state",
         "step 10 | tokens 640 | loss 20 | tokens_per_s 256",
         "send failed at step 12; the run continues: ConnectionError('gone')",

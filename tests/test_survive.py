@@ -35,7 +35,7 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
         "        if step % 8 == 0 or"  # or the run would be over before it is killed
     )
     assert program.count(pause) == 1
-    program = program.replace(pause, f"        __import__('time').sleep(0.02)\n{pause}")
+    program = program.replace(pause, f"        __import__('time').sleep(0.05)\n{pause}")
     (tmp_path / "mine.py").write_text(program)
     folder = tmp_path / "storage/my-run"
 
@@ -44,20 +44,26 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
 
     command = [sys.executable, "mine.py"]
     options = {"cwd": tmp_path, "env": os.environ | ENVIRONMENT, "text": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **options) as driver:
+    said = tmp_path / "said"
+    with (
+        said.open("w") as out,
+        subprocess.Popen(command, stdout=out, **options) as driver,
+    ):
         try:
             wait_for(lambda: saved() >= 16, what="two checkpoints")
             workers_of(driver.pid)[-1].send_signal(signal.SIGKILL)
-            wait_for(lambda: saved() >= 64, what="more of them")
+            wait_for(
+                lambda: "continues at step" in said.read_text(), what="a second try"
+            )
+            step = saved()
+            wait_for(lambda: saved() > step, what="another one")
             left = psutil.Process(driver.pid).children(recursive=True)
         finally:
             driver.kill()
         for process in left:  # a driver that is killed leaves them
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        assert "continues at step" in driver.stdout.read()
-    done = subprocess.run(command, **options)
+    done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0 and "continues at step" in done.stdout, done.stdout
     losses = pd.read_csv(folder / "losses.csv", names=["step", "loss"])
     begun = losses.step[losses.step.diff() != 1].tolist()

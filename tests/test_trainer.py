@@ -32,7 +32,7 @@ from accidents import (
 from conftest import ROOT, cluster_with_a_head
 from samples import run_from_guide
 
-from trainkit import checkpoints, corpus, runs
+from trainkit import checkpoints, documents, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -201,7 +201,7 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
 def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     """By the guide's two blocks: documents are tokenized while two workers train on them."""
     config = small(vocab_size=50_257, block_size=64, batch_size=8)
-    names = vars(tutorial) | {"config": config, "dataset": corpus.builtin}
+    names = vars(tutorial) | {"config": config, "dataset": documents.builtin}
     run_from_guide("def train_on_stream(", names)
     found = run_from_guide("streamed = replace(", names)["result"].return_value
     assert found["step"] == 20 and found["loss"] < 10.8  # ln 50,257

@@ -4,11 +4,12 @@ paths         that mean the same on all machines; folders that are whole or not 
 config        what decides a run: TrainingConfig
 tokenizers    tiktoken's and Hugging Face's, by name
 huggingface   published weights in, the trained model out
-load_config   a configuration's file, and what it leaves to others
+config_files  a configuration from a YAML file, with what that leaves to others
+documents     the texts: datasets' functions, and what Ray Data reads of theirs
 corpus        documents into token files
 token_files   train.bin and val.bin, and the order of their windows
 layers        attention's kernels, the loss in parts, scanned blocks
-launch        what would fail on the workers, what they ask for, their variables
+launch        before workers start: what would fail on them, and what they get
 workers       how each worker starts
 runs          what a launch continues, one at a time
 buckets       checkpoints in a bucket

@@ -25,9 +25,13 @@ from trainkit.config import TrainingConfig
 NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, attempt
 
 
-def choose(config: TrainingConfig, *functions: Callable) -> tuple[Callable, ...]:
-    """`newest` and `save` for a folder, which are given, or those for a bucket."""
-    return (newest, save) if "://" in config.storage_path else functions
+def choose(
+    config: TrainingConfig, newest_in_folder: Callable, save_to_folder: Callable
+) -> tuple[Callable, Callable]:
+    """`newest` and `save` for where the configuration keeps its runs."""
+    if "://" in config.storage_path:
+        return newest, save
+    return newest_in_folder, save_to_folder
 
 
 def newest(folder: epath.PathLike) -> Path | None:

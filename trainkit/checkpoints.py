@@ -16,8 +16,8 @@ from ray.train import Checkpoint
 from trainkit.config import TrainingConfig
 
 
-def read_once(mesh: jax.sharding.Mesh) -> orbax.Context:
-    """A `with` block in which one replica reads what is loaded, and the others receive it.
+def load_and_broadcast(mesh: jax.sharding.Mesh) -> orbax.Context:
+    """For a `with` block, in which one replica reads what is loaded and sends it to the others.
 
     Otherwise, each process reads all that is whole on its devices. Orbax sends by adding up
     the arrays of one replica and zeros of the others, so -0.0 becomes 0.0.
@@ -39,12 +39,9 @@ def load_model(
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with _unpacked(checkpoint) as folder:
-        saved = orbax.metadata(folder).custom_metadata
-        values = saved.get("config", saved)  # as in runs.check
-        values |= {
-            "attention": "xla",
-            "scan_layers": False,
-        }  # runs anywhere, on any length
+        values = orbax.metadata(folder).custom_metadata["config"]
+        # Runs anywhere, on windows of any length.
+        values |= {"attention": "xla", "scan_layers": False}
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         config = TrainingConfig(**{k: v for k, v in values.items() if k in fields})
         model = jax.eval_shape(partial(create_model, config))

@@ -1,4 +1,4 @@
-"""What decides a run: `TrainingConfig`, which load_config.py reads from a file.
+"""What decides a run: `TrainingConfig`, which config_files.py reads from a file.
 
 The defaults are GPT-2 small with nanoGPT's recipe:
 https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.

@@ -1,76 +1,20 @@
-"""From documents to token files: Ray Data reads and tokenizes, and `write` keeps the order."""
+"""Token files of documents, in their order; Ray Data tokenizes them."""
 
 import difflib
 import inspect
 import json
-import math
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import ray
 from ray.data import Dataset
 from ray.util.debug import log_once
 from tqdm import tqdm
 
-from trainkit import paths, token_files, tokenizers
+from trainkit import documents, paths, token_files, tokenizers
 from trainkit.config import TrainingConfig
-
-
-def help_pages() -> list[str]:
-    """The prose of Python's help pages, a paragraph a line, without code and its marks."""
-    pages = []
-    for page in topics.values():
-        page = re.sub('["*“”]', "", page)
-        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", page)]
-        prose = [p for p in paragraphs if re.fullmatch(r"[A-Z].{60,}[.:]", p)]
-        pages.append("\n".join(p for p in prose if "::=" not in p and ">>>" not in p))
-    return [page for page in pages if page]
-
-
-def builtin(downloads: str) -> datasets.DatasetDict:
-    """Python's help pages: nine tenths to train on, and one to validate with."""
-    pages = datasets.Dataset.from_dict({"text": help_pages()})
-    return pages.train_test_split(test_size=0.1, seed=2357)
-
-
-def tinystories(downloads: str) -> list[datasets.Dataset]:
-    """The first 1.25 of 2.1 million stories for children: about 270 million tokens."""
-    name, splits = "roneneldan/TinyStories", ["train[:1250000]", "validation"]
-    return datasets.load_dataset(name, split=splits, cache_dir=downloads)
-
-
-def openwebtext(downloads: str) -> datasets.DatasetDict:
-    """Eight million web pages, 9 billion tokens, split as nanoGPT splits them."""
-    pages = datasets.load_dataset(
-        "Skylion007/openwebtext", split="train", cache_dir=downloads
-    )
-    return pages.train_test_split(test_size=0.0005, seed=2357)
-
-
-def documents(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
-    """The two datasets that `dataset(downloads)` gives, of Ray or of Hugging Face's library.
-
-    `downloads` is a folder beside `config.data_dir`, which all nodes see.
-
-    Raises:
-        ValueError: it gives something else; while they are read, a row has no string in the
-            column `text`.
-    """
-
-    def check(row: dict) -> dict[str, str]:
-        if not isinstance(row.get("text"), str):
-            raise ValueError(f"expected a string in a column text, found {row!r:.200}")
-        return {"text": row["text"]}
-
-    made = dataset(f"{config.data_dir}-downloads")
-    return [_to_ray(part).map(check) for part in _two_parts(config.dataset, made)]
 
 
 def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict:
@@ -79,14 +23,14 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     If `data_dir` has tokens that these functions made, they are used again.
 
     Args:
-        dataset: as for `documents`.
+        dataset: as for `documents.read`.
         tokenize: `tokenize({"text": ...}, config)` returns `{"tokens": ...}`, the bytes of
             numbers of `config.token_dtype`. Ray Data maps it over the documents.
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: as `documents` and `token_files.check`, or one part has no documents, or
-            the source of a function can't be compared with that of the next time.
+        ValueError: as `documents.read` and `token_files.check`, or one part has no documents,
+            or the source of a function can't be compared with that of the next time.
     """
     made_from = _describe(config, dataset, tokenize)
     if existing := _existing(config, made_from):
@@ -94,7 +38,7 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     by = f"{dataset.__name__} and {tokenize.__name__}"
     manifest: dict[str, Any] = {"made": f"{time.strftime('%Y-%m-%d %H:%M')} by {by}"}
     manifest["made_from"] = made_from
-    parts = documents(config, dataset)
+    parts = documents.read(config, dataset)
     try:
         with paths.new_folder(config.data_dir) as folder:
             train, val = (p.map(tokenize, fn_kwargs={"config": config}) for p in parts)
@@ -124,40 +68,6 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     return manifest
 
 
-_PARTS = "two datasets, of Ray Data or of Hugging Face's library, to train and to validate with"
-
-
-def _two_parts(name: str, made: object) -> list[Dataset | datasets.Dataset]:
-    """What a dataset's function has returned: the part to train with is the first.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    found = type(made).__name__
-    if isinstance(made, dict):  # of splits, such as a DatasetDict
-        found = f"{found} with {sorted(map(str, made))}"
-        others = {"validation", "val", "test"} & made.keys()
-        if "train" in made and len(made) == 2 and others:
-            made = [made["train"], made[others.pop()]]
-    if isinstance(made, list | tuple):
-        kinds = [type(part).__name__ for part in made]
-        found = f"{type(made).__name__} of {len(made)}, first {kinds[:2]}"
-        if len(made) == 2 and all(
-            isinstance(part, Dataset | datasets.Dataset) for part in made
-        ):
-            for part in made:
-                # Ray would have to read to know its columns.
-                columns = getattr(part, "column_names", ["text"])
-                if "text" not in columns:
-                    words = f"dataset: {name} has {columns}, and no column text"
-                    raise ValueError(words)
-            return [*made]
-    raise ValueError(
-        f"dataset: {name} returned {found}. Expected {_PARTS}; of splits by name, train and "
-        "one of validation, val, and test"
-    )
-
-
 # A source that shuffles anew each time it is read gives train all but the fraction f that val
 # takes, so 1 - f of val's documents, half of them or more. Texts that repeat documents stay
 # below: "over 4% of the validation set of standard datasets" is in train, too (Lee et al. 2022,
@@ -178,31 +88,6 @@ def _said(repeated: int, documents: int) -> str:
     return f"{repeated:,} of {documents:,} different documents in val are in train, too"
 
 
-def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
-    """The column `text` of a dataset of Hugging Face's library, in order.
-
-    Each task reads its rows from the library's cache, which all nodes must see;
-    `ray.data.from_huggingface` would copy them through this process's memory.
-    """
-    if isinstance(part, Dataset):
-        return part
-    if part.format["type"] == "custom":
-        raise ValueError(
-            "dataset: with_transform and set_transform would have no effect, because documents "
-            "are read by rows of Arrow. Use map"
-        )
-    part = part.select_columns("text").with_format("arrow")
-    shared = ray.put(part)  # of what is in files, a description
-
-    def read(numbers: pa.Table) -> pa.Table:
-        return ray.get(shared).select(numbers["id"].to_pylist())[:]
-
-    each = part.data.nbytes / max(part.data.num_rows, 1)  # bytes
-    tasks = min(math.ceil(len(part) * each / 2**23), len(part)) or 1
-    numbers = ray.data.range(len(part), override_num_blocks=tasks)
-    return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
-
-
 def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
     """The manifest of the tokens in `config.data_dir`; None if they are still to be made."""
     folder = Path(config.data_dir)
@@ -221,21 +106,17 @@ def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
         )
         return {"tokens": tokens}
     manifest = json.loads((folder / "manifest.json").read_text())
-    was, now = manifest["made_from"], made_from
-    if (
-        "made" not in manifest
-    ):  # before December 2026, sources were written in another way
-        was, now = was[:3], now[:3]
-    if was != now:
-        lines = difflib.unified_diff(was, now, "was", "is", lineterm="", n=1)
+    was = manifest["made_from"]
+    if was != made_from:
+        lines = difflib.unified_diff(was, made_from, "was", "is", lineterm="", n=1)
         raise FileExistsError(
             f"data_dir: {folder} holds tokens that were made in another way. Give the "
             "dataset's function another name, choose another data_dir, or delete that "
             "folder:\n" + "\n".join(lines)
         )
     token_files.check(config, manifest)
-    made = manifest.get("made", "by an earlier version")
-    print(f"{folder} is used again: {manifest['tokens']} tokens, made {made}")
+    made = f"{manifest['tokens']} tokens, made {manifest['made']}"
+    print(f"{folder} is used again: {made}")
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""Before workers start: what would fail on them, what they ask for, and their variables."""
+"""Before workers start: what would fail on them, and what each of them gets."""
 
 import dataclasses
 import os
@@ -17,14 +17,14 @@ from trainkit import layers, runs, token_files
 from trainkit.config import TrainingConfig
 
 
-def settings(
+def check(
     config: TrainingConfig,
     scaling: ScalingConfig,
     create_state: Callable,
     abstract_state: Callable,
     loss_fn: Callable,
-) -> dict:
-    """What `workers.start` gets, if nothing is found that would fail on the workers.
+) -> None:
+    """Refuse what would fail on the workers, or couldn't be continued.
 
     Says what the cluster lacks, and which accelerators stay unused.
 
@@ -34,7 +34,6 @@ def settings(
         loss_fn: `loss_fn(model, windows, config)`.
 
     Raises:
-        FileNotFoundError: there are no tokens.
         ValueError: the run couldn't be continued, the workers can't share a batch, an array
             can't be sharded, or the model or its loss can't be traced.
     """
@@ -46,6 +45,14 @@ def settings(
     for number in devices:
         check_sharding(config, number, abstract_state, loss_fn)
     _compare_with_cluster(scaling)
+
+
+def settings(config: TrainingConfig) -> dict:
+    """What a worker gets: the configuration, and what tells its tokens from others.
+
+    Raises:
+        FileNotFoundError: there are no tokens.
+    """
     return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
 
 

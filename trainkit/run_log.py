@@ -195,7 +195,7 @@ def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
     if "://" in config.storage_path:
         begun += ", and nothing keeps two launches out of a bucket"
     if step:
-        begun = f"continues at step {step}, with the same settings and tokens; "
+        begun = f"continues at step {step}, with the same recipe and tokens; "
         begun += "code isn't compared"
     held = {n: math.prod(x.sharding.shard_shape(x.shape)) for n, x in arrays.items()}
     state = sum(held[name] * arrays[name].dtype.itemsize for name in held)

@@ -1,7 +1,8 @@
 """What a run is: its name, its folder for one launch at a time, and what it continues with.
 
 The notebook's `newest`, `save`, and `restore` know nothing of recipes and launches. A launch
-calls `check_folder` before workers start, `lock` on the first worker, and `check` between
+calls `check_folder` before workers start, `lock` on the first worker, and `check_recipe`
+between
 `newest` and `restore`.
 """
 
@@ -50,7 +51,7 @@ def check_folder(config: TrainingConfig) -> None:
         )
 
 
-def check(path: epath.PathLike, settings: Mapping) -> None:
+def check_recipe(path: epath.PathLike, settings: Mapping) -> None:
     """Refuse to continue with a checkpoint of another recipe or of other tokens.
 
     A key that the checkpoint lacks had its default then; one that no longer exists is ignored.
@@ -63,17 +64,15 @@ def check(path: epath.PathLike, settings: Mapping) -> None:
         ValueError: key by key, what it was, and what it is.
     """
     saved = orbax.metadata(path).custom_metadata
-    # Before December 2026, a checkpoint had no more than the configuration.
-    config, tokens = saved.get("config", saved), saved.get("tokens") or {}
     was = {field.name: field.default for field in dataclasses.fields(RecipeConfig)}
-    was |= {key: value for key, value in config.items() if key in was}
-    was |= {f"{split}.bin": contents for split, contents in tokens.items()}
+    was |= {key: value for key, value in saved["config"].items() if key in was}
     now = TrainingConfig(**settings["config"]).recipe
-    now |= {f"{split}.bin": x for split, x in (settings["tokens"] or {}).items()}
+    for recipe, about in ((was, saved), (now, settings)):
+        recipe |= {f"{split}.bin": x for split, x in (about["tokens"] or {}).items()}
     differing = [
-        f"{key} was {was[key]!r}, is {value!r}"
-        for key, value in now.items()
-        if was.get(key, value) != value
+        f"{key} was {was.get(key)!r}, is {now.get(key)!r}"
+        for key in was | now
+        if was.get(key) != now.get(key)
     ]
     if differing:
         raise ValueError(

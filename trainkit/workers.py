@@ -16,9 +16,7 @@ from trainkit import runs, token_files
 from trainkit.config import TrainingConfig
 
 _AHEAD = 2**28  # bytes that a dataset keeps in the object store
-_BLOCK = (
-    2**23
-)  # bytes; with larger blocks, a run's first step waits for those of others
+_BLOCK = 2**23  # bytes; with larger ones, a run's first step waits for those of others
 _PAUSE = 0.01  # seconds
 
 

@@ -1,0 +1,103 @@
+"""Configurations' files: what they say, what is refused, and how a run is named."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from samples import python
+
+import trainkit.tokenizers
+from trainkit import documents
+from trainkit.config import TrainingConfig
+from trainkit.config_files import load_config
+
+# Only the guide has the machines of the 7B model; test_compute_configs.py looks at them.
+FILES = {path.name for path in (ROOT / "configs").glob("*.yaml")} - {"gpt2-7b-gpu.yaml"}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load_config of a file with this text."""
+
+    def load(text: str = "") -> TrainingConfig:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text)
+        return load_config(path, tmp_path)
+
+    return load
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_the_files_are_configurations_of_the_notebook(tutorial, name):
+    """Each names a dataset and machines that the notebook has, which can share its batch."""
+    config = load_config(
+        ROOT / "configs" / name, "storage", init_from=None
+    )  # asks no hub
+    assert hasattr(tutorial, config.dataset) or hasattr(documents, config.dataset)
+    scaling = tutorial.SCALING[config.machines]
+    each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
+    config.split(int(scaling.num_workers * each))
+
+
+REFUSED = [
+    ("batchsize: 4", "batchsize"),
+    ("batch_size: 0", "batch_size"),
+    ("grad_clip: .inf", "grad_clip"),
+    ("beta2: 1.5", "beta2"),
+    ("attention: flash", "attention"),
+    ("data_dir: s3://bucket/data", "data_dir"),
+    ("storage_path: $NOWHERE/runs", "storage_path.*NOWHERE/runs names a variable"),
+    ("storage_path: s3://b/runs?endpoint_override=x", "AWS_ENDPOINT_URL_S3"),
+    ("- a\n- b", "expected keys, found a list"),
+]
+
+
+@pytest.mark.parametrize("text, key", REFUSED)
+def test_a_mistake_names_the_file_and_the_key(load, text, key):
+    with pytest.raises(ValueError, match=f"(?s)mine.yaml: .*{key}"):
+        load(text)
+
+
+def test_places_and_names(load, tmp_path, monkeypatch):
+    """Workers run in other folders, so paths are absolute; names of a hub stay."""
+    monkeypatch.chdir(tmp_path)
+    config = load("run_name: a\ndata_dir: ~/d\nstorage_path: s3://bucket/runs")
+    assert config.data_dir == str(Path.home() / "d")
+    assert config.run_path.as_posix() == "s3://bucket/runs/a"
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    config = load("storage_path: $SCRATCH/runs\ndata_dir: file:///shared/data")
+    assert (config.storage_path, config.data_dir) == ("/scratch/runs", "/shared/data")
+    (tmp_path / "gpt2").mkdir()  # such as an exported model
+    assert load("tokenizer: gpt2").tokenizer == "gpt2"
+    smaller = load("tokenizer: builtin")
+    assert smaller.vocab_size == 2_048
+    assert smaller.data_dir.endswith("/data/openwebtext-builtin")
+    own = trainkit.tokenizers.load("builtin").path
+    for name in ("mine-1.0", "mine-1.1"):  # which have a folder each
+        (tmp_path / name).mkdir()
+        shutil.copy(own, tmp_path / name / "tokenizer.json")
+        other = load(f"tokenizer: ./{name}")
+        assert other.data_dir.endswith(f"/data/openwebtext-{name}")
+
+
+NAMES = """
+import builtins, sys
+from trainkit.config_files import load_config
+builtins.__IPYTHON__ = True  # as in a kernel
+for _ in range(2):
+    print(load_config(sys.argv[1], "storage").run_name)
+"""
+
+
+def test_a_run_is_named_by_file_and_time_in_a_kernel_only(tmp_path):
+    """Two in one second differ; in a job, and in a script, which are tried again, none."""
+    path = tmp_path / "my own.yaml"
+    path.write_text("tokenizer: gpt2")
+    names = python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR=None).splitlines()
+    assert all(re.fullmatch(r"my own-\d{8}-\d{6}-\d{6}", name) for name in names)
+    assert names[0] != names[1]
+    assert python(NAMES, path, RAY_JOB_CONFIG_JSON_ENV_VAR="{}") == "None\nNone\n"
+    assert load_config(path, tmp_path).run_name is None
+    assert load_config(path, tmp_path, run_name="mine").run_name == "mine"

@@ -1,0 +1,110 @@
+"""What is refused or said before workers start, and what they start with."""
+
+import re
+
+import jax
+import pytest
+from ray.train import ScalingConfig
+
+import trainkit.launch
+import trainkit.workers
+
+SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
+
+
+@pytest.mark.parametrize(
+    "platform, options", [("cpu", {}), ("cuda", {"use_gpu": True}), ("tpu", SLICE)]
+)
+def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options):
+    """JAX reads it when it is imported, so it must be there before. Your own stays."""
+    config, scaling = small(), ScalingConfig(num_workers=4, **options)
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    found = trainkit.launch.environment(config, scaling)
+    assert found["JAX_PLATFORMS"] == platform
+    assert found["XLA_FLAGS"].split()[-1] == "--mine"  # which wins
+    assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
+    assert found["JAX_ENABLE_COMPILATION_CACHE"] == str(platform != "cpu")
+    assert found["grpc_proxy"] == ""
+    assert found.pop("JAX_PLATFORM_NAME") == ""  # the driver's could say another one
+    options = {name.lower() for name in found if name.startswith("JAX_")}
+    assert {name for name in options if not hasattr(jax.config, name)} == set()
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    found = trainkit.launch.environment(config, scaling)
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
+
+
+@pytest.mark.parametrize(
+    "options, changes, words",
+    [
+        ({"num_workers": (2, 4)}, {}, "3 devices: .* 3 to divide batch_size .4"),
+        ({"num_workers": 2, "use_gpu": True}, {"fsdp": 4}, "2 devices: .*fsdp .* .4"),
+        ({"num_workers": 4, **SLICE}, {}, "16 devices: .* 16 to divide"),  # its chips
+        ({"num_workers": 0}, {}, "num_workers: expected 1 or more, found 0"),
+    ],
+)
+def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, words):
+    """In the driver; of an elastic run, for each number."""
+    scaling = ScalingConfig(**options)
+    with pytest.raises(ValueError, match=words):
+        trainkit.launch.check(small(**changes), scaling, *[None] * 3)
+
+
+FAILS = [  # on the workers, otherwise
+    (
+        {"vocab_size": 640, "fsdp": 2, "n_embd": 33, "n_head": 3},
+        "model.h.0.attn.c_proj.kernel of shape .33",
+    ),
+    ({"n_embd": 33}, "cannot reshape array"),
+    ({"loss_chunks": 3}, "equal division"),
+    ({"n_head": 1, "tensor_parallel": 2}, "axis sizes that are not even"),
+    ({"attention": "splash"}, "splash takes 512 tokens at once, and block_size, 16"),
+    ({"attention": "cudnn"}, "attention: cudnn computes in bfloat16"),
+]
+
+
+@pytest.mark.parametrize("changes, words", FAILS)
+def test_what_would_fail_on_the_workers_fails_before(
+    tutorial, small, write_bins, cluster, changes, words
+):
+    """On the mesh that they will have, with the name of the array."""
+    config = write_bins(small(**changes))
+    with pytest.raises(Exception, match=words):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+
+
+def test_kernels_that_the_driver_lacks_are_no_mistake(
+    tutorial, small, write_bins, cluster, monkeypatch
+):
+    """It has no GPU; and an array in two places is one, which a step would train as two."""
+    config = write_bins(small(attention="cudnn", compute_dtype="bfloat16"))
+    tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+
+    def tied(config):
+        model = tutorial.GPT2(config, rngs=tutorial.nnx.Rngs(0))
+        model.h[0].mlp.c_fc.kernel = model.h[1].mlp.c_fc.kernel
+        return model
+
+    monkeypatch.setattr(tutorial, "create_model", tied)
+    with pytest.raises(ValueError, match="create_model: h.1.*also h.0.mlp.c_fc.kernel"):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+
+
+def test_what_the_cluster_lacks_is_said(
+    tutorial, cluster, small, write_bins, capsys, monkeypatch
+):
+    """Then Ray waits, for an hour. What it has and no worker uses is said, too."""
+    config = write_bins(small(batch_size=840, machines="many"))
+    unused = "^The cluster has 2 GPUs, and the workers use 0 of them.\n$"
+    for workers, words in (((4, 8), unused), (8, "ask for .*8.*cluster has .*4")):
+        scaling = ScalingConfig(num_workers=workers)  # 4 are there
+        monkeypatch.setitem(tutorial.SCALING, "many", scaling)
+        trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+        assert re.search(words, capsys.readouterr().out)
+    assert trainer.run_config.failure_config.controller_failure_limit == 60  # minutes
+
+
+def test_a_launch_without_a_name_is_refused(small):
+    scaling = ScalingConfig(num_workers=2)
+    with pytest.raises(ValueError, match="run_name: .*'run_name: my-run'"):
+        trainkit.launch.check(small(run_name=None), scaling, *[None] * 3)

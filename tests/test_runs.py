@@ -1,0 +1,67 @@
+"""What a launch continues, and that it has the run to itself."""
+
+import errno
+import fcntl
+import os
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+from accidents import as_worker
+from orbax.checkpoint import v1 as orbax
+
+from trainkit import runs
+from trainkit.config import TrainingConfig
+
+
+@pytest.fixture
+def config(small):
+    return small()
+
+
+def test_keys_that_versions_add_and_remove(config, monkeypatch):
+    """Of a key that it lacks, a checkpoint has the default; another value is refused."""
+    saved = asdict(config) | {"removed": 3}
+    del saved["beta2"]
+    about = SimpleNamespace(custom_metadata={"config": saved, "tokens": None})
+    monkeypatch.setattr(orbax, "metadata", lambda path: about)
+    runs.check_recipe("path", {"config": asdict(config), "tokens": None})
+    changed = asdict(replace(config, beta2=0.9))
+    with pytest.raises(ValueError, match="beta2 was 0.95, is 0.9"):
+        runs.check_recipe("path", {"config": changed, "tokens": None})
+
+
+@pytest.mark.parametrize("name", ["step_00000008_2_0123abcd", "step_00000008"])
+def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypatch):
+    """Before anything is written: it would start over, beside checkpoints."""
+    (config.run_path / name).mkdir(parents=True)
+    if name == "step_00000008":  # a folder's, in a bucket
+        monkeypatch.setattr(TrainingConfig, "run_path", config.run_path)
+        config = replace(config, storage_path="s3://bucket/runs")
+    with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*copied to"):
+        runs.check_folder(config)
+
+
+def test_one_launch_at_a_time(config, monkeypatch, capfd):
+    """Who has the run is named; or that the file system has no locks."""
+    monkeypatch.setattr(runs, "_PATIENCE", 1)
+
+    def lock() -> None:
+        as_worker(lambda: runs.lock(config))
+        runs._lock.release()
+
+    lock()
+    words = f"run_name: .*/run is in use by process {os.getpid()} .* try again"
+    with open(config.run_path / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match=words):
+            lock()
+    assert "is locked: waiting for 1 s" in capfd.readouterr().out
+    lock()
+
+    def flock(*_) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock()
+    assert "has no locks: don't launch this run twice" in capfd.readouterr().out

@@ -1,0 +1,122 @@
+"""Documents: the functions that give them, and what Ray Data reads of theirs."""
+
+import math
+import re
+from collections.abc import Callable
+from pydoc_data.topics import topics
+
+import datasets
+import pyarrow as pa
+import ray
+from ray.data import Dataset
+
+from trainkit.config import TrainingConfig
+
+
+def help_pages() -> list[str]:
+    """The prose of Python's help pages, a paragraph a line, without code and its marks."""
+    pages = []
+    for page in topics.values():
+        page = re.sub('["*“”]', "", page)
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", page)]
+        prose = [p for p in paragraphs if re.fullmatch(r"[A-Z].{60,}[.:]", p)]
+        pages.append("\n".join(p for p in prose if "::=" not in p and ">>>" not in p))
+    return [page for page in pages if page]
+
+
+def builtin(downloads: str) -> datasets.DatasetDict:
+    """Python's help pages: nine tenths to train on, and one to validate with."""
+    pages = datasets.Dataset.from_dict({"text": help_pages()})
+    return pages.train_test_split(test_size=0.1, seed=2357)
+
+
+def tinystories(downloads: str) -> list[datasets.Dataset]:
+    """The first 1.25 of 2.1 million stories for children: about 270 million tokens."""
+    name, splits = "roneneldan/TinyStories", ["train[:1250000]", "validation"]
+    return datasets.load_dataset(name, split=splits, cache_dir=downloads)
+
+
+def openwebtext(downloads: str) -> datasets.DatasetDict:
+    """Eight million web pages, 9 billion tokens, split as nanoGPT splits them."""
+    pages = datasets.load_dataset(
+        "Skylion007/openwebtext", split="train", cache_dir=downloads
+    )
+    return pages.train_test_split(test_size=0.0005, seed=2357)
+
+
+def read(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
+    """The two datasets that `dataset(downloads)` gives, of Ray or of Hugging Face's library.
+
+    `downloads` is a folder beside `config.data_dir`, which all nodes see.
+
+    Raises:
+        ValueError: it gives something else; while they are read, a row has no string in the
+            column `text`.
+    """
+
+    def check(row: dict) -> dict[str, str]:
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f"expected a string in a column text, found {row!r:.200}")
+        return {"text": row["text"]}
+
+    made = dataset(f"{config.data_dir}-downloads")
+    return [_to_ray(part).map(check) for part in _two_parts(config.dataset, made)]
+
+
+_PARTS = "two datasets, of Ray Data or of Hugging Face's library, to train and to validate with"
+
+
+def _two_parts(name: str, made: object) -> list[Dataset | datasets.Dataset]:
+    """What a dataset's function has returned: the part to train with is the first.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = type(made).__name__
+    if isinstance(made, dict):  # of splits, such as a DatasetDict
+        found = f"{found} with {sorted(map(str, made))}"
+        others = {"validation", "val", "test"} & made.keys()
+        if "train" in made and len(made) == 2 and others:
+            made = [made["train"], made[others.pop()]]
+    if isinstance(made, list | tuple):
+        kinds = [type(part).__name__ for part in made]
+        found = f"{type(made).__name__} of {len(made)}, first {kinds[:2]}"
+        if len(made) == 2 and all(
+            isinstance(part, Dataset | datasets.Dataset) for part in made
+        ):
+            for part in made:
+                # Ray would have to read to know its columns.
+                columns = getattr(part, "column_names", ["text"])
+                if "text" not in columns:
+                    words = f"dataset: {name} has {columns}, and no column text"
+                    raise ValueError(words)
+            return [*made]
+    raise ValueError(
+        f"dataset: {name} returned {found}. Expected {_PARTS}; of splits by name, train and "
+        "one of validation, val, and test"
+    )
+
+
+def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:
+    """The column `text` of a dataset of Hugging Face's library, in order.
+
+    Each task reads its rows from the library's cache, which all nodes must see;
+    `ray.data.from_huggingface` would copy them through this process's memory.
+    """
+    if isinstance(part, Dataset):
+        return part
+    if part.format["type"] == "custom":
+        raise ValueError(
+            "dataset: with_transform and set_transform would have no effect, because documents "
+            "are read by rows of Arrow. Use map"
+        )
+    part = part.select_columns("text").with_format("arrow")
+    shared = ray.put(part)  # of what is in files, a description
+
+    def read(numbers: pa.Table) -> pa.Table:
+        return ray.get(shared).select(numbers["id"].to_pylist())[:]
+
+    each = part.data.nbytes / max(part.data.num_rows, 1)  # bytes
+    tasks = min(math.ceil(len(part) * each / 2**23), len(part)) or 1
+    numbers = ray.data.range(len(part), override_num_blocks=tasks)
+    return numbers.map_batches(read, batch_size=None, batch_format="pyarrow")
