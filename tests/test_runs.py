@@ -59,9 +59,15 @@ def test_one_launch_at_a_time(config, monkeypatch, capfd):
     assert "is locked: waiting for 1 s" in capfd.readouterr().out
     lock()
 
-    def flock(*_) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+    def fail(number: int) -> None:
+        def flock(*_) -> None:
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    fail(errno.ENOLCK)
     lock()
     assert "has no locks: don't launch this run twice" in capfd.readouterr().out
+    fail(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        lock()

@@ -135,3 +135,11 @@ def test_a_task_opens_its_file_once(small, write_bins, monkeypatch):
     found = [windows.read(step) for step in range(3)]
     np.testing.assert_array_equal(found, expected)
     assert opened == ["train.bin"] and pickle.loads(pickle.dumps(windows))
+
+
+def test_a_file_that_was_cut_off_since_is_noticed(small, write_bins):
+    """It has no window of what happened to be in memory."""
+    windows = of(write_bins(small()), "val")
+    token_files.path_of(small(), "val").write_bytes(bytes(100))
+    with pytest.raises(OSError, match="val.bin ended in window 3"):
+        windows.read(0)
