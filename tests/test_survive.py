@@ -30,7 +30,7 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
     """Each time, the run continues from its newest checkpoint, with the same losses."""
     program = (ROOT / "examples/survive.py").read_text()
     assert program.count("steps=24") == 1
-    program = program.replace("steps=24", "steps=200")
+    program = program.replace("steps=24", "steps=120")
     pause = (
         "        if step % 8 == 0 or"  # or the run would be over before it is killed
     )
@@ -68,5 +68,5 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path):
     losses = pd.read_csv(folder / "losses.csv", names=["step", "loss"])
     begun = losses.step[losses.step.diff() != 1].tolist()
     assert all(step % 8 == 1 for step in begun)
-    assert losses.step.iloc[-1] == 200 == losses.step.nunique()
+    assert losses.step.iloc[-1] == 120 == losses.step.nunique()
     assert losses.groupby("step").loss.nunique().max() == 1
