@@ -154,6 +154,11 @@ def test_an_upload_is_tried_again(bucket, monkeypatch):
     np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
 
 
+def test_runs_of_one_name_in_two_buckets_share_nothing_on_a_node():
+    places = {buckets._place(epath.Path(f"s3://{name}/runs/mine")) for name in "ab"}
+    assert len(places) == 2
+
+
 def raise_slow_down(*given, **named):
     raise OSError("AWS Error SLOW_DOWN: Slow Down")
 

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -44,12 +45,12 @@ def reports(monkeypatch):
 def play(tutorial, cluster, reports):
     """A function that runs the loop; gives the reports to Ray, (name, metrics) each."""
 
-    def run(config, act=lambda line: None, tokens=None):
+    def run(config, act=lambda line: None, tokens=None, send=None):
         reports.clear()
         settings = {"config": asdict(config), "tokens": tokens}
         try:
             with after_each_line(act):
-                as_worker(lambda: tutorial.train_loop_per_worker(settings))
+                as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
         finally:  # wait for the last save, which a worker's end would end
             for _, how in reports[-1:]:
                 how["checkpoint_upload_fn"](None, "")
@@ -76,10 +77,11 @@ def restore(tutorial, config, reports):
 
 def test_what_is_logged_saved_and_reported(play, config):
     """Also of a run that goes on, from its newest whole checkpoint."""
-    reports, steps = play(config), [4, 8, 11]  # the last one, too
+    sent, steps = [], [4, 8, 11]  # the last one, too
+    reports = play(config, send=sent.append)
     assert saved(config) == [f"step_{step:08d}" for step in steps]
     log = {line["step"]: line for line in log_of(config)}
-    assert [*log] == [3, 4, 6, 8, 9, 11]
+    assert [*log] == [3, 4, 6, 8, 9, 11] and sent == [*log.values()]
     assert [step for step, line in log.items() if "val_loss" in line] == steps
     assert reports == [*zip(saved(config), map(log.get, steps), strict=True)]
 
@@ -175,8 +177,16 @@ def test_other_tokens_are_named(play, config, restore, write_bins):
         restore(tokens=token_files.digest(config))
 
 
-def test_a_model_trained_by_any_kernel_runs_here(tutorial, config, tmp_path):
-    """On a window of any length, also if its blocks were one in a loop."""
+def test_a_model_trained_by_any_kernel_runs_here(
+    tutorial, config, tmp_path, monkeypatch
+):
+    """On a window of any length, also if its blocks were one in a loop.
+
+    On each worker, whose own devices aren't the first ones of all.
+    """
+    (mine,) = jax.local_devices()
+    others = SimpleNamespace(client=mine.client)
+    monkeypatch.setattr(jax, "devices", lambda: [others, mine])
     state = tutorial.create_state(config)
     for changes in (
         {"attention": "cudnn"},
@@ -192,14 +202,31 @@ def test_a_model_trained_by_any_kernel_runs_here(tutorial, config, tmp_path):
         np.testing.assert_array_equal(model(tokens), state.model(tokens))
 
 
-def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore):
-    """Those with the files of all workers, whatever Ray has on record."""
+@pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])
+def test_one_of_several_replicas_reads(shape, by_one):
+    mesh = jax.sharding.AbstractMesh(shape, ("data", "fsdp", "tensor"))
+    context = checkpoints.load_and_broadcast(mesh)
+    assert context.array.loading.use_load_and_broadcast == by_one
+
+
+def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore, monkeypatch):
+    """Those with the files of all workers, whatever Ray has on record.
+
+    The node's other workers wait until one of them has downloaded it.
+    """
     play(replace(config, max_steps=5))
     for name, count in zip(saved(config), (1, 2)):
         packed = config.run_path / f"{name}_{count}_0123abcd"
         shutil.make_archive(f"{packed}/0", "tar", config.run_path / name)
         shutil.rmtree(config.run_path / name)
-    assert restore(buckets.newest).step == 4
+    there = []
+    copy = buckets._copy(config.run_path) / "step_00000004_1_0123abcd"
+
+    def barrier() -> None:
+        there.append((copy / "state").exists())
+
+    monkeypatch.setattr(buckets.collective, "barrier", barrier)
+    assert restore(buckets.newest).step == 4 and there == [True]
     with pytest.raises(ValueError, match="seed was"):
         restore(buckets.newest, seed=1)
     packed = config.run_path / "step_00000004_1_0123abcd/0.tar"

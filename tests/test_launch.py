@@ -3,7 +3,9 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from ray.train import ScalingConfig
 
 import trainkit.launch
@@ -74,19 +76,40 @@ def test_what_would_fail_on_the_workers_fails_before(
 
 
 def test_kernels_that_the_driver_lacks_are_no_mistake(
-    tutorial, small, write_bins, cluster, monkeypatch
+    tutorial, small, write_bins, cluster
 ):
-    """It has no GPU; and an array in two places is one, which a step would train as two."""
+    """It has no GPU."""
     config = write_bins(small(attention="cudnn", compute_dtype="bfloat16"))
     tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
-    def tied(config):
-        model = tutorial.GPT2(config, rngs=tutorial.nnx.Rngs(0))
-        model.h[0].mlp.c_fc.kernel = model.h[1].mlp.c_fc.kernel
+
+WRONG = [  # for a step that trains every array, in float32
+    (lambda m: setattr(m.h[0].mlp, "c_fc", m.h[1].mlp.c_fc), "h.1.*also h.0.mlp.c_fc"),
+    (lambda m: setattr(m, "wpe", half(m.wpe)), "wpe.embedding is Param of bfloat16"),
+    (
+        lambda m: setattr(m, "table", nnx.Variable(jnp.ones(2))),
+        "table is Variable of float32",
+    ),
+]
+
+
+def half(module: nnx.Module) -> nnx.Module:
+    return jax.tree.map(lambda x: x.astype("bfloat16"), module)
+
+
+@pytest.mark.parametrize("change, words", WRONG)
+def test_arrays_that_a_step_would_treat_wrong_are_refused(
+    tutorial, small, write_bins, cluster, monkeypatch, change, words
+):
+    config, create_model = write_bins(small()), tutorial.create_model
+
+    def create_changed(config) -> nnx.Module:
+        model = create_model(config)
+        change(model)
         return model
 
-    monkeypatch.setattr(tutorial, "create_model", tied)
-    with pytest.raises(ValueError, match="create_model: h.1.*also h.0.mlp.c_fc.kernel"):
+    monkeypatch.setattr(tutorial, "create_model", create_changed)
+    with pytest.raises(ValueError, match=f"create_model: {words}"):
         tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 

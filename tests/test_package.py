@@ -36,7 +36,7 @@ def test_imports_form_no_circle():
 
 
 def test_requirements_that_changed_are_installed_anew(tmp_path):
-    """The environment is made by a Python that only says so."""
+    """And those whose installation failed. Stubs stand for Python and uv."""
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     stub = tmp_path / "python"
     stub.write_text(
@@ -45,16 +45,21 @@ def test_requirements_that_changed_are_installed_anew(tmp_path):
         mkdir -p .venv/bin && echo 'PATH="$PWD:$PATH"' >.venv/bin/activate
         """
     )
-    (tmp_path / "uv").write_text("#!/bin/bash\n")
+    (tmp_path / "uv").write_text("#!/bin/bash\n! grep fails needed.txt")
     for name in ("python", "uv"):
         (tmp_path / name).chmod(0o755)
     needed, said = tmp_path / "needed.txt", []
-    for text in ("a==1", "a==1", "a==2"):
+    for text in ("a==1", "a==1", "fails", "fails", "a==2"):
         needed.write_text(text)
         command = ["bash", "-euc", "source ci/environment.sh needed.txt"]
         options = {"cwd": tmp_path, "env": os.environ | {"PYTHON": str(stub)}}
-        said.append(subprocess.check_output(command, text=True, **options))
-    assert ["Installing needed.txt" in text for text in said] == [True, False, True]
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+        assert (done.returncode != 0) == (text == "fails"), done.stderr
+        said.append("Installing needed.txt" in done.stdout)
+    assert said == [True, False, True, True, True]
+    (tmp_path / ".venv/made-for").write_text("another folder or Python")
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert "Replacing .venv" in done.stdout and "Installing needed" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])

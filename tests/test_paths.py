@@ -36,6 +36,17 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
 
 
+def test_a_link_to_another_disk_stays_one(tmp_path):
+    """The folder is written there."""
+    there, link = tmp_path / "disk/data", tmp_path / "data"
+    there.mkdir(parents=True)
+    link.symlink_to(there)
+    with paths.new_folder(link) as new:
+        assert new.parent == there.parent
+        (new / "train.bin").touch()
+    assert link.is_symlink() and [*there.iterdir()] == [there / "train.bin"]
+
+
 def test_a_folder_that_cant_be_made_is_named(tmp_path):
     """As in storage that is read-only here."""
     with disk_of(tmp_path / "disk", 1):

@@ -27,8 +27,9 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     Later lines than the checkpoint's go, and what was cut off. What `send` does with a line
     changes nothing, and its error doesn't end the run.
     """
-    now, told, sent = [100.0], [], []
+    now, told, sent, waited = [100.0], [], [], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
 
     def send(line: dict) -> None:
         sent.append(dict(line))
@@ -53,6 +54,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     assert sent == [first, last]
     assert log_of(config) == [{"step": 5}, {"step": 7}, first, last]
     assert told == [None, None, first, None, last]
+    assert waited == [None, None, {"loss": 16}, None, None]  # at most two steps ahead
     said = capfd.readouterr().out
     for line in (
         "run continues at step 7, with the same recipe and tokens; code isn't compared"

@@ -1,11 +1,11 @@
 """Which devices a worker gets, and what is refused or said at once."""
 
-import contextlib
 import os
 import time
 from functools import partial
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import ray
@@ -73,20 +73,66 @@ def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
         as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
 
 
-def test_each_node_compares_its_tokens(small, write_bins, monkeypatch):
+@pytest.fixture
+def start_as(monkeypatch):
+    """A function that starts this process as a worker with that place among others."""
+    monkeypatch.setattr(ray.train.collective, "barrier", lambda: None)
+
+    def start(config, tokens=None, rank: int = 1, of_node: int = 1, workers: int = 1):
+        places = {"get_world_rank": rank, "get_local_rank": of_node}
+        places["get_world_size"] = workers
+        context = SimpleNamespace(**{k: lambda x=x: x for k, x in places.items()})
+        monkeypatch.setattr(ray.train, "get_context", lambda: context)
+        settings = {"config": vars(config), "tokens": tokens}
+
+        def loop() -> ray.data.ExecutionResources:
+            trainkit.workers.start(settings)
+            return ray.data.DataContext.get_current().execution_options.resource_limits
+
+        return as_worker(loop)
+
+    return start
+
+
+def test_what_a_worker_does_first(small, start_as, monkeypatch):
+    """While it waits for the first one, which waits for the run, nothing guards it; from then
+    on, it is guarded. Its datasets read no further ahead than they may.
+    """
+    events = []
+    monkeypatch.setattr(ray.train.collective, "barrier", lambda: events.append("waits"))
+    guard = "dump_traceback_later"
+    monkeypatch.setattr(
+        trainkit.workers.faulthandler, guard, lambda *_, **how: events.append(how)
+    )
+    limits = start_as(small())
+    assert events == ["waits", {"exit": True}]
+    assert limits.object_store_memory == 2**28 and limits.cpu == 1
+
+
+def test_each_node_compares_its_tokens(small, write_bins, start_as):
     """One worker of it, whatever its rank among all."""
-    config = write_bins(small())
-    settings = {"config": vars(config), "tokens": {"train": "others", "val": "others"}}
-    for rank, of_node, compares in ((1, 0, True), (1, 1, False)):
-        context = SimpleNamespace(
-            get_world_rank=lambda rank=rank: rank,
-            get_local_rank=lambda of_node=of_node: of_node,
-            get_world_size=lambda: 1,
-        )
-        monkeypatch.setattr(ray.train, "get_context", lambda c=context: c)
-        monkeypatch.setattr(ray.train.collective, "barrier", lambda: None)
-        with contextlib.nullcontext() if not compares else pytest.raises(ValueError):
-            as_worker(partial(trainkit.workers.start, settings))
+    config, others = write_bins(small()), {"train": "others", "val": "others"}
+    start_as(config, others)
+    with pytest.raises(ValueError, match="holds .*others"):
+        start_as(config, others, of_node=0)
+
+
+def test_workers_with_several_devices_that_form_no_program(
+    small, start_as, monkeypatch
+):
+    """Each has more of them than there are workers."""
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
+        start_as(small(), workers=2)
+
+
+def test_a_worker_with_several_gpus_sees_all_of_them(tutorial, monkeypatch):
+    """Those that Ray has given it."""
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["2", "5"]})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    tutorial.use_assigned_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
 
 
 def test_a_dataset_reads_a_little_ahead_and_then_rests(cluster, tmp_path):
