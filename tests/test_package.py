@@ -35,31 +35,52 @@ def test_imports_form_no_circle():
     assert order.index("paths") < order.index("config") < order.index("config_files")
 
 
-def test_requirements_that_changed_are_installed_anew(tmp_path):
-    """And those whose installation failed. Stubs stand for Python and uv."""
-    shutil.copytree(ROOT / "ci", tmp_path / "ci")
-    stub = tmp_path / "python"
-    stub.write_text(
-        f"""#!/bin/bash
-        [ "$1" = -c ] && exec {sys.executable} "$@"
-        mkdir -p .venv/bin && echo 'PATH="$PWD:$PATH"' >.venv/bin/activate
-        """
-    )
-    (tmp_path / "uv").write_text("#!/bin/bash\n! grep fails needed.txt")
-    for name in ("python", "uv"):
+@pytest.fixture
+def run_in_copy(tmp_path):
+    """A function that runs a line of bash in a copy. Stubs stand for Python, uv, and pytest."""
+    for name in ("ci", "trainkit", "configs", "images"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.ipynb", tmp_path)
+    stubs = {
+        "python": f"""[ "$1" = -c ] && exec {sys.executable} "$@"
+            mkdir -p .venv/bin && echo 'PATH="{tmp_path}:$PATH"' >.venv/bin/activate""",
+        "uv": "! grep -s fails needed.txt",
+        "pytest": 'echo "$GPT2_CONFIG" "$@"; ls',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    needed, said = tmp_path / "needed.txt", []
+
+    def run(line: str) -> subprocess.CompletedProcess:
+        environment = os.environ | {"PYTHON": str(tmp_path / "python")}
+        options = {"cwd": tmp_path, "env": environment, "text": True}
+        return subprocess.run(["bash", "-euc", line], capture_output=True, **options)
+
+    return run
+
+
+def test_requirements_that_changed_are_installed_anew(run_in_copy, tmp_path):
+    """And those whose installation failed, or that another Python needs."""
+    said, line = [], "source ci/environment.sh needed.txt"
     for text in ("a==1", "a==1", "fails", "fails", "a==2"):
-        needed.write_text(text)
-        command = ["bash", "-euc", "source ci/environment.sh needed.txt"]
-        options = {"cwd": tmp_path, "env": os.environ | {"PYTHON": str(stub)}}
-        done = subprocess.run(command, capture_output=True, text=True, **options)
+        (tmp_path / "needed.txt").write_text(text)
+        done = run_in_copy(line)
         assert (done.returncode != 0) == (text == "fails"), done.stderr
         said.append("Installing needed.txt" in done.stdout)
     assert said == [True, False, True, True, True]
     (tmp_path / ".venv/made-for").write_text("another folder or Python")
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert "Replacing .venv" in done.stdout and "Installing needed" in done.stdout
+    said = run_in_copy(line).stdout
+    assert "Replacing .venv" in said and "Installing needed" in said
+
+
+def test_the_first_command_runs_the_notebook_in_a_folder_of_its_own(run_in_copy):
+    """With what it needs there, and nothing of an earlier run."""
+    run_in_copy("mkdir -p build/smoke && touch build/smoke/old")
+    said = run_in_copy("bash ci/smoke.sh").stdout.split("\n")
+    words = "configs/smoke.yaml --nbmake --overwrite --nbmake-timeout=900 README.ipynb"
+    start = said.index(words)
+    there = ["README.ipynb", "configs", "images", "trainkit"]
+    assert sorted(said[start + 1 :][:4]) == there and "old" not in said
 
 
 @pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])
