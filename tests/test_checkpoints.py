@@ -1,6 +1,7 @@
 """What the loop logs, saves, reports, and restores, as Ray Train's local mode runs it."""
 
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,41 @@ def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
     for found, array in zip(jax.tree.leaves(state), expected, strict=True):
         np.testing.assert_array_equal(found, array)
         assert found.sharding.mesh == tutorial.create_mesh(config)
+
+
+def test_ray_records_a_checkpoint_once_it_is_written(tutorial, reports, monkeypatch):
+    """Or its record could name one that isn't whole."""
+    saving = Future()
+    monkeypatch.setattr(orbax, "save_async", lambda *given, **named: saving)
+    tutorial.save(Path("run"), {}, 8, {})
+    ((_, how),) = reports
+    with ThreadPoolExecutor() as pool:
+        recorded = pool.submit(how["checkpoint_upload_fn"], "checkpoint", "")
+        with pytest.raises(TimeoutError):
+            recorded.result(0.2)
+        saving.set_result(None)
+        assert recorded.result() == "checkpoint"
+
+
+def test_the_loop_waits_for_each_save_before_the_next_and_for_the_last(
+    play, config, monkeypatch
+):
+    events, save_async = [], orbax.save_async
+
+    def note(path, *given, **named):
+        saving = save_async(path, *given, **named)
+        events.append(f"begun {path.name[-2:]}")
+        wait = saving.result
+        return SimpleNamespace(
+            result=lambda: events.append(f"done {path.name[-2:]}") or wait()
+        )
+
+    monkeypatch.setattr(orbax, "save_async", note)
+    play(config)
+    expected = [
+        f"{what} {step}" for step in ("04", "08", "11") for what in ("begun", "done")
+    ]
+    assert events == [*expected, "done 11"]  # which Ray does
 
 
 def test_another_recipe_and_damage_are_named(play, config, restore):
