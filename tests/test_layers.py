@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from trainkit import launch, layers
+from trainkit import layers
 
 
 def test_splash_attention_equals_the_plain_one():
@@ -98,19 +97,3 @@ def test_the_loss_scatters_nothing_and_has_one_parts_logits(tutorial):
     shapes = re.findall(r"f32\[([\d,]+),640\]", text)
     tokens = max(math.prod(map(int, shape.split(","))) for shape in shapes)
     assert tokens == 4 * 24 / 2
-
-
-@pytest.mark.parametrize(
-    "own, message",
-    [
-        (lambda model: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), r"own\.rngs\.count is Rng"),
-        (lambda model: jnp.ones(3), "own is .*Array.* of float32"),
-        (lambda model: model.embedding, "own is Param .* also embedding"),
-        (lambda model: nnx.Param(jnp.ones(3, "bfloat16")), "own is .* bfloat16"),
-    ],
-)
-def test_what_a_step_would_not_train_right_is_refused(own, message):
-    model = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
-    model.own = own(model)
-    with pytest.raises(ValueError, match=f"create_model: {message}.*expected"):
-        launch.check_parameters(model)
