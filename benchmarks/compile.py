@@ -86,7 +86,7 @@ def main() -> None:
     text = compiled.as_text()
     report = {
         "config": Path(arguments.config).stem,
-        **config.split(len(devices)),
+        **config.layout(len(devices)),
         "state_gib": round(memory.argument_size_in_bytes / 2**30, 2),
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
         "attention_kernels": len(re.findall(KERNELS, text)),

@@ -7,7 +7,8 @@ It also writes examples/survive.py from the cells that have the tag `survive`.
     python ci/render_readme.py --check   exit 1, with a diff, if it is out of date
 
 The notebook is stored without outputs. Those of the last run are in docs/outputs.json, each
-with the code of its cell, and the plots in images/. Code that has changed since is refused.
+with the code of its cell, and the plots in images/. A cell that has changed since is refused;
+after a change of trainkit/, use --run.
 """
 
 import argparse
@@ -37,8 +38,8 @@ SURVIVE = '''"""A training run in JAX that survives: launched, saved, and restor
 
 Made from the tutorial's cells by ci/render_readme.py. Set `storage` to a folder that all
 machines share, choose `scaling`, and put your state, your step, and your data in place of
-`create_line`, `line_step`, and `read_points`. The same
-name continues a run, a finished one if you raise `steps`. A changed model needs another name.
+`create_line`, `line_step`, and `read_points`. The same name continues a run, a finished one if
+you raise `steps`. A changed model needs another name.
 """
 
 import os

@@ -2,8 +2,11 @@
 
 Touvron et al. 2023: RMS norms before each layer, rotary positions, SwiGLU, an untied head.
 To train it, paste this in place of the notebook's cells of GPT-2 and of its loss. To divide it
-by `fsdp` and `tensor_parallel`, write its `RULES` in place of GPT-2's.
+by `fsdp` and `tensor_parallel`, write its `RULES` in place of GPT-2's. The keys `attention`,
+`loss_chunks`, and `scan_layers` have no effect on it.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +32,19 @@ def rotate(x: jax.Array) -> jax.Array:
     angles = jnp.arange(T)[:, None] / 10_000 ** (jnp.arange(half) / half)  # [T, half]
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return turned.astype(x.dtype)
 
 
 class Block(nnx.Module):
     def __init__(self, config, *, rngs: nnx.Rngs):
         self.n_head, D = config.n_head, config.n_embd
-        self.norm_1, self.norm_2 = nnx.RMSNorm(D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
-        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(D, D, use_bias=False, rngs=rngs)
-        self.gate = nnx.Linear(D, 2 * D, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(D, 2 * D, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(2 * D, D, use_bias=False, rngs=rngs)
+        options = {"dtype": config.compute_dtype, "rngs": rngs}
+        linear = partial(nnx.Linear, use_bias=False, **options)
+        self.norm_1, self.norm_2 = nnx.RMSNorm(D, **options), nnx.RMSNorm(D, **options)
+        self.qkv, self.out = linear(D, 3 * D), linear(D, D)
+        self.gate, self.up = linear(D, 2 * D), linear(D, 2 * D)
+        self.down = linear(2 * D, D)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         B, T, D = x.shape
@@ -56,12 +60,13 @@ class Llama(nnx.Module):
     def __init__(self, config, *, rngs: nnx.Rngs):
         self.config, D = config, config.n_embd
         V = config.padded_vocab_size  # a multiple of 128, which is easy to divide
-        self.embed = nnx.Embed(V, D, rngs=rngs)
+        options = {"dtype": config.compute_dtype, "rngs": rngs}
+        self.embed = nnx.Embed(V, D, **options)
         self.blocks = nnx.List(
             [Block(config, rngs=rngs) for _ in range(config.n_layer)]
         )
-        self.norm = nnx.RMSNorm(D, rngs=rngs)
-        self.head = nnx.Linear(D, V, use_bias=False, rngs=rngs)
+        self.norm = nnx.RMSNorm(D, **options)
+        self.head = nnx.Linear(D, V, use_bias=False, **options)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [B, T, V] of `tokens`, int [B, T]."""

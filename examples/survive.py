@@ -4,8 +4,8 @@
 
 Made from the tutorial's cells by ci/render_readme.py. Set `storage` to a folder that all
 machines share, choose `scaling`, and put your state, your step, and your data in place of
-`create_line`, `line_step`, and `read_points`. The same
-name continues a run, a finished one if you raise `steps`. A changed model needs another name.
+`create_line`, `line_step`, and `read_points`. The same name continues a run, a finished one if
+you raise `steps`. A changed model needs another name.
 """
 
 import os

@@ -21,7 +21,7 @@ from accidents import (
 )
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import buckets, checkpoints, runs, token_files
+from trainkit import buckets, loading, runs, token_files
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_model_trained_by_any_kernel_runs_here(
         path = tmp_path / changes["attention"]
         about = {"config": asdict(replace(config, **changes)), "tokens": None}
         orbax.save(path, tutorial.named(state), custom_metadata=about)
-        model = checkpoints.load_model(
+        model = loading.load_model(
             ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
         )
         tokens = np.ones((1, 3), np.int32)
@@ -241,7 +241,7 @@ def test_a_model_trained_by_any_kernel_runs_here(
 @pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])
 def test_one_of_several_replicas_reads(shape, by_one):
     mesh = jax.sharding.AbstractMesh(shape, ("data", "fsdp", "tensor"))
-    context = checkpoints.load_and_broadcast(mesh)
+    context = loading.by_one_replica(mesh)
     assert context.array.loading.use_load_and_broadcast == by_one
 
 

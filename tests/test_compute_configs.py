@@ -38,7 +38,7 @@ def test_kuberay_nodes_are_those_that_the_notebook_asks_for(tutorial):
     *with_gpus, _ = workers_of("kuberay-gpu.yaml")
     for _, _, limits in with_gpus:
         assert limits["nvidia.com/gpu"] == str(scaling.resources_per_worker["GPU"])
-    config.split(scaling.num_workers * scaling.num_gpus_per_worker)
+    config.layout(scaling.num_workers * scaling.num_gpus_per_worker)
 
 
 def test_a_job_has_the_cluster_of_the_other_file_and_a_run_to_continue():
@@ -58,7 +58,8 @@ def test_a_job_has_the_cluster_of_the_other_file_and_a_run_to_continue():
 
 def test_images_have_the_pinned_ray():
     pinned = re.search(r"ray\[.*==(.*)", (ROOT / "requirements-gpu.txt").read_text())[1]
-    files = *FOLDER.glob("*.yaml"), FOLDER / "Dockerfile"
+    files = [*FOLDER.glob("*.yaml"), FOLDER / "Dockerfile"]
+    files.append(ROOT / "ci/places/anyscale/BUILD.yaml")
     text = "\n".join(path.read_text() for path in files)
     found = re.findall(r'(?:rayVersion: "|\w+/ray:)([\d.]+)', text)
     assert {*found} == {pinned}

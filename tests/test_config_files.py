@@ -38,7 +38,7 @@ def test_the_files_are_configurations_of_the_notebook(tutorial, name):
     assert hasattr(tutorial, config.dataset) or hasattr(documents, config.dataset)
     scaling = tutorial.SCALING[config.machines]
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
-    config.split(int(scaling.num_workers * each))
+    config.layout(int(scaling.num_workers * each))
 
 
 REFUSED = [
@@ -50,6 +50,8 @@ REFUSED = [
     ("data_dir: s3://bucket/data", "data_dir"),
     ("storage_path: $NOWHERE/runs", "storage_path.*NOWHERE/runs names a variable"),
     ("storage_path: s3://b/runs?endpoint_override=x", "AWS_ENDPOINT_URL_S3"),
+    ("run_name: ''", "run_name"),
+    ("run_name: a/b", "run_name"),
     ("- a\n- b", "expected keys, found a list"),
 ]
 

@@ -42,7 +42,9 @@ def test_gradients(tutorial, small, dtype):
     windows = np.random.default_rng(0).integers(0, 521, (batch_size, 513), np.uint16)
     windows[1::2, ::2] = 7  # micro-batches differ, so that their mean counts
     gradient = jax.value_and_grad(tutorial.loss_fn)
-    mean = jax.jit(partial(tutorial.layers.mean_over_batch, gradient), static_argnums=2)
+    mean = jax.jit(
+        partial(tutorial.accumulation.mean_over_batch, gradient), static_argnums=2
+    )
 
     @jax.default_matmul_precision("highest" if dtype == "float32" else "default")
     def run(config, mesh: Mesh):

@@ -113,10 +113,14 @@ def test_the_model_that_the_notebook_makes_is_looked_at(
 def test_what_the_cluster_lacks_is_said(
     tutorial, cluster, small, write_bins, capsys, monkeypatch
 ):
-    """Then Ray waits, for an hour. What it has and no worker uses is said, too."""
+    """Then Ray waits, for an hour. What it has and no worker uses is said, too, and whether a
+    CPU is left to read batches.
+    """
     config = write_bins(small(batch_size=840, machines="many"))
-    unused = "^The cluster has 2 GPUs, and the workers use 0 of them.\n$"
-    for workers, words in (((4, 8), unused), (8, "ask for .*8.*cluster has .*4")):
+    unused = "The cluster has 2 GPUs, and the workers use 0 of them.\n$"
+    full = f"^The workers take all CPUs, and .* wait .*\n{unused}"
+    asked = "ask for .*8.*cluster has .*4"
+    for workers, words in ((3, f"^{unused}"), (4, full), ((4, 8), full), (8, asked)):
         scaling = ScalingConfig(num_workers=workers)  # 4 are there
         monkeypatch.setitem(tutorial.SCALING, "many", scaling)
         trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)

@@ -48,8 +48,8 @@ def test_a_node_that_is_taken_away_with_notice(
     """The workers save at once, and at the deadline continue on another node.
 
     One failure may be counted, because the node and Ray's controller act in the same second.
-    That checkpoint wasn't evaluated, so it is the worst, also for the
-    next driver, which reads its metrics in Ray's record.
+    That checkpoint wasn't evaluated, so it is the worst, also for the next driver, which reads
+    its metrics in Ray's record.
     """
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")

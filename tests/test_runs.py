@@ -42,6 +42,13 @@ def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypat
         runs.check_folder(config)
 
 
+def test_a_jobs_copy_of_the_folder_keeps_no_runs(config):
+    """Ray deletes it."""
+    folder = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/storage"
+    with pytest.raises(ValueError, match="storage_path: /tmp/ray.*a job's copy"):
+        runs.check_folder(replace(config, storage_path=folder))
+
+
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
     """Who has the run is named; or that the file system has no locks."""
     monkeypatch.setattr(runs, "_PATIENCE", 1)

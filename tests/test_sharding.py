@@ -31,7 +31,7 @@ def test_a_micro_batch_has_every_kth_window(tutorial, small):
     def largest(model, windows, config):
         return windows.max()
 
-    mean = jax.jit(tutorial.layers.mean_over_batch, static_argnums=(0, 3))
+    mean = jax.jit(tutorial.accumulation.mean_over_batch, static_argnums=(0, 3))
     assert mean(largest, None, windows, config) == (3 + 4 + 5) / 3
 
 

@@ -19,6 +19,7 @@ IDS = np.random.default_rng(0).integers(0, 521, 4_000, np.uint16)
     [
         ("val", IDS.astype(np.uint32), "val.bin isn't uint16: every second is 0"),
         ("train", bytes(999), "train.bin has 999 bytes; expected 2 for each token"),
+        ("val", b"", "val.bin has 0 bytes; expected 2 for each token"),
         ("train", np.uint16([*IDS, 521]), "has the token 521, and vocab_size is 521"),
         ("train", IDS[:16], "{'train': 0, 'val': 25} windows"),
         ("val", IDS[:128], "'val': 7} windows.*asks for 8 of val"),

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import IO
 
 import ray.train
 from etils import epath
@@ -29,7 +30,7 @@ def choose(
     config: TrainingConfig, newest_in_folder: Callable, save_to_folder: Callable
 ) -> tuple[Callable, Callable]:
     """`newest` and `save` for where the configuration keeps its runs."""
-    if "://" in config.storage_path:
+    if config.in_bucket:
         return newest, save
     return newest_in_folder, save_to_folder
 
@@ -60,8 +61,7 @@ def newest(folder: epath.PathLike) -> Path | None:
         shutil.rmtree(copy, ignore_errors=True)
         for each in files.get_file_info(fs.FileSelector(f"{root}/{name}")):
             with files.open_input_stream(each.path) as stream:
-                with tarfile.open(fileobj=stream, mode="r|") as packed:
-                    packed.extractall(copy / name, filter="data")
+                unpack(stream, copy / name)
     collective.barrier()
     return copy / name
 
@@ -111,6 +111,14 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         delete_local_checkpoint_after_upload=False,
     )
     return uploaded  # so that, before the next one, the loop waits for it
+
+
+def unpack(stream: IO[bytes], folder: str | Path) -> None:
+    """Write the files of a worker's tar file, and nothing outside of the folder."""
+    with tarfile.open(fileobj=stream, mode="r|") as packed:
+        # Python 3.11 has it since 3.11.4.
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)
+        packed.extractall(folder)
 
 
 def _open(folder: epath.PathLike) -> tuple[fs.FileSystem, str]:

@@ -18,14 +18,18 @@ from trainkit import paths
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(paths.absolute)]
 PathOrName = Annotated[str, AfterValidator(paths.path_or_name)]
-_STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+_STRICT = pydantic.ConfigDict(
+    extra="forbid", allow_inf_nan=False, validate_default=True
+)
 
 
 @dataclass(frozen=True, config=_STRICT)
 class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
-    dataset: str = "openwebtext"  # the name of a function in the notebook's step 3
+    dataset: str = (
+        "openwebtext"  # the name of a function that the notebook's step 3 lists
+    )
     tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
@@ -67,7 +71,7 @@ class TrainingConfig(RecipeConfig):
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: str | None = None  # None: see load_config
+    run_name: Annotated[str, Field(pattern="^[^/]+$")] | None = None  # see load_config
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
     storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
 
@@ -87,6 +91,11 @@ class TrainingConfig(RecipeConfig):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(RecipeConfig)}
 
     @property
+    def in_bucket(self) -> bool:
+        """Whether runs are kept in an object store."""
+        return "://" in self.storage_path
+
+    @property
     def run_path(self) -> epath.Path:
         """The run's own folder, local or remote: its log and its checkpoints."""
         return epath.Path(self.storage_path) / self.run_name
@@ -97,7 +106,7 @@ class TrainingConfig(RecipeConfig):
         fewest = math.ceil(windows / self.device_batch_size)
         return next(n for n in range(fewest, windows + 1) if windows % n == 0)
 
-    def split(self, devices: int) -> dict[str, int | str]:
+    def layout(self, devices: int) -> dict[str, int | str]:
         """How so many devices share a batch.
 
         Raises:

@@ -75,17 +75,17 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
 _MOST_REPEATED = 0.25
 
 
-def _refuse_repeated(repeated: int, documents: int) -> None:
-    if repeated > _MOST_REPEATED * documents:
+def _refuse_repeated(repeated: int, different: int) -> None:
+    if repeated > _MOST_REPEATED * different:
         raise ValueError(
-            f"dataset: {_said(repeated, documents)}, at least. A source that shuffles anew "
+            f"dataset: {_said(repeated, different)}, at least. A source that shuffles anew "
             "each time it is read gives each part other documents: seed it. If the texts "
             "repeat, split by a hash, which keeps equal ones together"
         )
 
 
-def _said(repeated: int, documents: int) -> str:
-    return f"{repeated:,} of {documents:,} different documents in val are in train, too"
+def _said(repeated: int, different: int) -> str:
+    return f"{repeated:,} of {different:,} different documents in val are in train, too"
 
 
 def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
@@ -130,13 +130,13 @@ def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
     found = {"documents": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
-            documents = rows["tokens"].to_pylist()  # type: ignore[union-attr] # of a table
-            if not all(isinstance(document, bytes) for document in documents):
-                kind = type(documents[0]).__name__
+            texts = rows["tokens"].to_pylist()  # type: ignore[union-attr] # of a table
+            if not all(isinstance(tokens, bytes) for tokens in texts):
+                kind = type(texts[0]).__name__
                 raise ValueError(f"tokenize: expected bytes as tokens, found {kind}")
-            for document in documents:
-                note(hash(document))
-            ids = np.frombuffer(b"".join(documents), dtype)
+            for tokens in texts:
+                note(hash(tokens))
+            ids = np.frombuffer(b"".join(texts), dtype)
             file.write(ids.data)
             found["documents"] += len(rows)
             found["tokens"] += len(ids)

@@ -78,10 +78,8 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
     head = tensors.pop("lm_head.weight", None)
     expected = {k: x.shape for k, x in jax.eval_shape(_to_tensors, model).items()}
     found = {key: tensor.shape for key, tensor in tensors.items()}
-    names = sorted({name for name, _ in found.items() ^ expected.items()})
-    if names:
-        shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
-        raise ValueError(f"init_from: {path} has {'; '.join(shapes)}")
+    if others := _differences(found, expected):
+        raise ValueError(f"init_from: {path} has {others}")
     if head is not None and not np.array_equal(head, tensors["wte.weight"]):
         raise ValueError(f"init_from: lm_head in {path} isn't wte, as in GPT-2")
     # `_to_tensors` cuts and joins, so its transpose joins and cuts.
@@ -117,10 +115,9 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
         architectures=["GPT2LMHeadModel"],
         dtype="float32",
     )
-    found, expected = {k: x.shape for k, x in tensors.items()}, _shapes(settings)
-    if names := sorted({name for name, _ in found.items() ^ expected.items()}):
-        shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
-        raise ValueError(f"the model is no GPT-2: it has {'; '.join(shapes)}")
+    found = {k: x.shape for k, x in tensors.items()}
+    if others := _differences(found, _shapes(settings)):
+        raise ValueError(f"the model is no GPT-2: it has {others}")
     folder = Path(folder).expanduser()
     with paths.new_folder(folder) as new:
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
@@ -138,6 +135,13 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
                 model_max_length=config.block_size,
             ).save_pretrained(new)
     return folder
+
+
+def _differences(found: dict, expected: dict) -> str:
+    """The first shapes that aren't as expected, by name."""
+    names = sorted({name for name, _ in found.items() ^ expected.items()})
+    shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
+    return "; ".join(shapes)
 
 
 def _shapes(config) -> dict[str, tuple[int, ...]]:
@@ -187,4 +191,7 @@ def _folder(name: str) -> Path:
     """The folder with a model's config.json and weights, which a hub may have."""
     if Path(name).is_absolute():
         return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safe*"]))
+    files = ["config.json", "model*.safetensors", "tokenizer.json"]
+    return Path(
+        snapshot_download(name, allow_patterns=[*files, "tokenizer_config.json"])
+    )

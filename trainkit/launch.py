@@ -40,7 +40,7 @@ def check(
     runs.check_folder(config)
     devices = _numbers_of_devices(scaling)
     for number in devices:
-        config.split(number)
+        config.layout(number)
     jax.eval_shape(lambda: check_parameters(create_state(config).model))
     for number in devices:
         check_sharding(config, number, abstract_state, loss_fn)
@@ -167,12 +167,19 @@ def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
 
 
 def _compare_with_cluster(scaling: ScalingConfig) -> None:
-    """Say what is asked for and isn't there, and which accelerators nobody asks for."""
+    """Say what is asked for and isn't there, and which accelerators nobody asks for.
+
+    Without a CPU for Ray Data, the loop would wait for its first batch.
+    """
     asked, there = scaling.total_resources, ray.cluster_resources()
     share = scaling.min_workers / scaling.max_workers
     found = {kind: there.get(kind, 0) for kind in asked}
     if any(share * asked[kind] > found[kind] for kind in asked):
         print(f"The workers ask for {asked}. The cluster has {found}, so Ray waits.")
+    elif there.get("CPU", 0) - asked.get("CPU", 0) < 1:
+        print(
+            "The workers take all CPUs, and Ray Data's tasks wait until there is one."
+        )
     for kind in ("GPU", "TPU"):
         count, used = there.get(kind, 0), asked.get(kind, 0)
         if count > used:

@@ -24,6 +24,7 @@ _PEAK_FLOPS = {
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "TPU v6 lite": 918e12,
 }
@@ -121,7 +122,7 @@ class _Lines:
 
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None):
         self._path = config.run_path / "metrics.jsonl"
-        self._is_bucket = "://" in config.storage_path
+        self._in_bucket = config.in_bucket
         texts = self._path.read_text().splitlines() if self._path.exists() else []
         texts = [text for text in texts if text.endswith("}")]  # not those cut off
         self._texts = [text for text in texts if json.loads(text)["step"] <= step]
@@ -135,7 +136,7 @@ class _Lines:
     def add(self, line: dict, saving: bool) -> None:
         text = json.dumps(line)
         print(_format(line))
-        if self._is_bucket:
+        if self._in_bucket:
             self._texts.append(text)
             if saving:
                 self._write()
@@ -146,7 +147,7 @@ class _Lines:
 
     def close(self) -> None:
         self.bar.close()
-        if self._is_bucket:
+        if self._in_bucket:
             self._write()
         self._unsent.put(None)
         self._sender.join(_PATIENCE)
@@ -192,14 +193,14 @@ def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
     """What this start of a run continues with, and what a device holds of the state."""
     step = int(arrays["step"])
     begun = "is new; with this run_name, a launch continues it"
-    if "://" in config.storage_path:
+    if config.in_bucket:
         begun += ", and nothing keeps two launches out of a bucket"
     if step:
         begun = f"continues at step {step}, with the same recipe and tokens; "
         begun += "code isn't compared"
     held = {n: math.prod(x.sharding.shard_shape(x.shape)) for n, x in arrays.items()}
     state = sum(held[name] * arrays[name].dtype.itemsize for name in held)
-    parts = config.split(jax.device_count()) | {
+    parts = config.layout(jax.device_count()) | {
         "state": f"{state / 2**20:,.1f} MiB each"
     }
     if config.fsdp * config.tensor_parallel > 1:

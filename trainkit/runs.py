@@ -1,9 +1,8 @@
-"""What a run is: its name, its folder for one launch at a time, and what it continues with.
+"""What keeps a run one: its name, its folder for one launch at a time, its recipe and tokens.
 
 The notebook's `newest`, `save`, and `restore` know nothing of recipes and launches. A launch
 calls `check_folder` before workers start, `lock` on the first worker, and `check_recipe`
-between
-`newest` and `restore`.
+between `newest` and `restore`.
 """
 
 import contextlib
@@ -32,18 +31,23 @@ def check_folder(config: TrainingConfig) -> None:
     """Refuse a launch that couldn't continue its run, before anything is written.
 
     Raises:
-        ValueError: the run has no name, or its checkpoints have the form of another storage.
+        ValueError: the run has no name, its folder won't stay, or its checkpoints have the form
+            of another storage.
     """
     if config.run_name is None:
         raise ValueError(
             "run_name: a job or a script has none, so a second try would start over. Add a "
             "line such as 'run_name: my-run' to its configuration."
         )
-    is_bucket = "://" in config.storage_path
-    form = r"step_\d{8}" if is_bucket else buckets.NAME
+    if "/working_dir_files/" in config.storage_path:
+        raise ValueError(
+            f"storage_path: {config.storage_path} is in a job's copy of this folder, which Ray "
+            "deletes. Set storage_path and data_dir to folders that all nodes share."
+        )
+    form = r"step_\d{8}" if config.in_bucket else buckets.NAME
     names = [path.name for path in config.run_path.glob("step_*")]
     if other := [name for name in names if re.fullmatch(form, name)]:
-        here, there = ("a bucket", "a folder")[:: 1 if is_bucket else -1]
+        here, there = ("a bucket", "a folder")[:: 1 if config.in_bucket else -1]
         raise ValueError(
             f"storage_path: {config.run_path} has {other[0]}, a checkpoint that was written "
             f"to {there} and copied to {here}, where it can't be read. Continue the run where "
@@ -88,7 +92,7 @@ def lock(config: TrainingConfig) -> None:
         RuntimeError: workers of another launch have the run.
     """
     global _lock
-    if "://" in config.storage_path or ray.train.get_context().get_world_rank():
+    if config.in_bucket or ray.train.get_context().get_world_rank():
         return  # an object store has no locks
     config.run_path.mkdir(parents=True, exist_ok=True)
     file = config.run_path / "lock"

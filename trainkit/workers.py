@@ -51,7 +51,7 @@ def start(settings: dict) -> TrainingConfig:
             f"JAX sees {jax.process_count()} of {workers} workers. On CPUs, pass "
             "jax_config=JaxConfig(use_gpu=True) to JaxTrainer."
         )
-    config.split(jax.device_count())
+    config.layout(jax.device_count())
     # Connected now, workers may compile for longer than the 30 s that Gloo waits on CPUs.
     multihost_utils.sync_global_devices("start")
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file

@@ -1,8 +1,7 @@
-"""Reads what `save` of the notebook or of `buckets` has written: the state, or the model."""
+"""Loads what `save` of the notebook or of `buckets` has written: the state, or the model."""
 
 import contextlib
 import dataclasses
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,10 +12,11 @@ from flax import nnx
 from orbax.checkpoint import v1 as orbax
 from ray.train import Checkpoint
 
+from trainkit import buckets
 from trainkit.config import TrainingConfig
 
 
-def load_and_broadcast(mesh: jax.sharding.Mesh) -> orbax.Context:
+def by_one_replica(mesh: jax.sharding.Mesh) -> orbax.Context:
     """For a `with` block, in which one replica reads what is loaded and sends it to the others.
 
     Otherwise, each process reads all that is whole on its devices. Orbax sends by adding up
@@ -61,6 +61,7 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[str]:
     """A folder with a checkpoint's files, also of one in a bucket."""
     with checkpoint.as_directory() as folder, tempfile.TemporaryDirectory() as unpacked:
         packed = [*Path(folder).glob("*.tar")]
-        for archive in packed:
-            shutil.unpack_archive(archive, unpacked, filter="data")
+        for path in packed:
+            with path.open("rb") as stream:
+                buckets.unpack(stream, unpacked)
         yield unpacked if packed else folder

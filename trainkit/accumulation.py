@@ -1,0 +1,60 @@
+"""Gradient accumulation: a mean over a batch, in micro-batches and over replicas."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from trainkit.config import TrainingConfig
+
+
+def mean_over_batch(
+    function: Callable, model: nnx.Module, windows: jax.Array, config: TrainingConfig
+):
+    """The mean of `function(model, windows, config)` over a batch, in parts.
+
+    For a function whose result is a mean over its windows, such as a loss or
+    `jax.value_and_grad` of one, it is what `function` of the whole batch returns, but for
+    rounding. Each device takes its windows in micro-batches, so that it never keeps the
+    activations of more than `device_batch_size`. By itself, XLA would sum some gradients over
+    devices in every micro-batch, and in the compute type. In a `shard_map` over `data`, each
+    replica of the model (`fsdp` times `tensor` devices) sums its own, and replicas average
+    once, in float32, as with PyTorch's `no_sync`.
+
+    Args:
+        windows: [B, T + 1], divided over the axes `data` and `fsdp` of the mesh that is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    k = config.micro_batches(mesh.shape["data"] * mesh.shape["fsdp"])
+    function = partial(function, config=config)
+
+    def mean_of_replica(model, windows):
+        mean = _mean_over_micro_batches(function, model, windows, k)
+        return jax.tree.map(lambda x: x[None], mean)  # a row of what shard_map returns
+
+    mean_of_each = jax.shard_map(
+        mean_of_replica,
+        in_specs=(P(), P("data")),  # data divides the windows, and not the model
+        out_specs=P("data"),  # a row for each replica
+        axis_names={"data"},  # XLA divides over the other axes
+        check_vma=False,  # or jax.grad would sum over replicas, in every micro-batch
+    )
+    # Here, and only here, replicas communicate.
+    return jax.tree.map(lambda x: x.mean(axis=0), mean_of_each(model, windows))
+
+
+def _mean_over_micro_batches(function, model, windows, k):
+    """The mean of `function(model, micro_batch)` over k parts of the windows."""
+    # Micro-batch i has windows i, i + k, and so on, so each device keeps its own.
+    micro_batches = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+
+    def add(sums, micro_batch):
+        return jax.tree.map(jnp.add, sums, function(model, micro_batch)), None
+
+    shapes = jax.eval_shape(function, model, micro_batches[0])
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
+    sums, _ = jax.lax.scan(add, zeros, micro_batches)
+    return jax.tree.map(lambda x: x / k, sums)
