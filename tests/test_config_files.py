@@ -41,6 +41,30 @@ def test_the_files_are_configurations_of_the_notebook(tutorial, name):
     config.layout(int(scaling.num_workers * each))
 
 
+@pytest.mark.parametrize("name", sorted(FILES | {"gpt2-7b-gpu.yaml"}))
+def test_what_a_file_says_fits_together(name):
+    """The rate falls for as long as the run goes on, the kernel is one for the machines, and
+    OpenWebText has enough windows to validate with.
+    """
+    config = load_config(ROOT / "configs" / name, "storage", init_from=None)
+    assert config.warmup_steps < config.decay_steps == config.max_steps
+    kernels = {"cpu": "xla", "v6e_4x4": "splash"}
+    assert config.attention == kernels.get(config.machines, "cudnn")
+    if config.dataset == "openwebtext":
+        tokens = 4_434_897  # of val.bin, as nanoGPT's page of the same split says
+        windows = (tokens - 1) // config.block_size
+        assert config.eval_steps * config.batch_size <= windows
+
+
+@pytest.mark.parametrize(
+    "name, differ", [("stories", set()), ("gpt2-124m", {"batch_size"})]
+)
+def test_a_run_on_other_machines_has_the_same_recipe(name, differ):
+    files = (ROOT / f"configs/{name}{where}.yaml" for where in ("", "-tpu-v6e"))
+    gpu, tpu = (load_config(file, "storage").recipe for file in files)
+    assert {key for key in gpu if gpu[key] != tpu[key]} == differ
+
+
 REFUSED = [
     ("batchsize: 4", "batchsize"),
     ("batch_size: 0", "batch_size"),
