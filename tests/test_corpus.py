@@ -1,5 +1,6 @@
 """Step 3: documents become tokens, in order and all of them; what is refused."""
 
+import errno
 import json
 import os
 import re
@@ -150,9 +151,10 @@ def test_too_few_documents_or_windows(gpt2, cluster, tokenize_to):
     config, larger = (
         with_tokens(gpt2(batch_size=size), {"tokens": b"\1\0" * 9}) for size in (1, 18)
     )
-    GIVEN[:] = [[few()[0], few()[1].limit(0)]]
-    with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
-        corpus.write(config, given, tokenize_to)
+    for empty in (few()[1].limit(0), hub(text=[])):
+        GIVEN[:] = [[few()[0], empty]]
+        with pytest.raises(ValueError, match="empty part in {'train': 2, 'val': 0}"):
+            corpus.write(config, given, tokenize_to)
     assert nothing_in(config)
     with pytest.raises(ValueError, match="{'train': 17, 'val': 17} windows.* 18 of"):
         corpus.write(larger, few, tokenize_to)
@@ -299,6 +301,61 @@ def test_tokens_that_were_made_in_another_way_are_refused(
             prepare(gpt2(**changes), few)
 
 
+def test_my_text_as_the_page_has_it(tutorial, gpt2, cluster, monkeypatch, tmp_path):
+    """Texts that are there twice are in one part, and most are to train with."""
+    texts = [f"text {i // 2}" for i in range(400)]
+    pd.DataFrame({"body": texts, "n": 0}).to_parquet(tmp_path / "texts.parquet")
+    read = partial(ray.data.read_parquet, tmp_path / "texts.parquet")
+    monkeypatch.setattr(ray.data, "read_parquet", lambda address: read())
+    parts = documents.read(gpt2(), tutorial.my_text)
+    train, val = ([row["text"] for row in part.take_all()] for part in parts)
+    assert sorted(train + val) == sorted(texts) and not {*train} & {*val}
+    assert 0 < len(val) < 50
+
+
+def test_published_texts_are_split_as_they_say(gpt2, cluster, monkeypatch):
+    """OpenWebText as nanoGPT splits it. What is downloaded is beside `data_dir`, where all
+    nodes see it.
+    """
+    pages, folders = hub(text=[f"page {i}" for i in range(4_000)]), set()
+
+    def load(name: str, split: str | list[str], cache_dir: str):
+        folders.add(cache_dir)
+        return [hub(text=[x]) for x in split] if isinstance(split, list) else pages
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    documents.read(gpt2(), documents.openwebtext)
+    stories = documents.read(gpt2(), documents.tinystories)
+    first, second = (part.take(1)[0]["text"] for part in stories)
+    assert first.startswith("train[") and second == "validation"
+    parts = documents.openwebtext(*folders)
+    expected = pages.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    assert parts["train"]["text"] == expected["train"]["text"]
+    assert parts["test"]["text"] == expected["test"]["text"]
+    (folder,) = map(Path, folders)
+    data = Path(gpt2().data_dir)
+    assert folder.parent == data.parent and folder != data
+
+
+def test_help_pages_are_prose():
+    """Whole paragraphs, without examples, grammar, or marks."""
+    pages = documents.help_pages()
+    paragraphs = [line for page in pages for line in page.split("\n")]
+    assert all(re.fullmatch(r"[A-Z][^*“”\"]+[.:]", text) for text in paragraphs)
+    assert not any("::=" in text or ">>>" in text for text in paragraphs)
+
+
+def test_a_full_disk_is_said(gpt2, prepare, monkeypatch):
+    """And nothing else about the tokens, which aren't there."""
+
+    def no_space(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(paths, "new_folder", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        prepare(gpt2(), few)
+
+
 def factory(n):
     def made(downloads: str):
         return few()[:n]
@@ -321,6 +378,8 @@ def test_bare_files_are_taken(small, write_bins, tutorial, capsys):
     prepare = partial(corpus.write, tokenize=tutorial.tokenize)
     assert prepare(config, few)["tokens"] == {"train": 2_001, "val": 401}
     assert "no manifest: {'train': 2001, 'val': 401} tokens" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="has the token .*, and vocab_size is 400"):
+        prepare(small(vocab_size=400), few)
     token_files.path_of(config, "val").unlink()
     with pytest.raises(FileExistsError, match="has .'train.bin'., and not"):
         prepare(config, few)

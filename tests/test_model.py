@@ -29,6 +29,13 @@ def test_initialization(tutorial, small):
     assert (tables[0] != tables[1]).any()
 
 
+def test_rows_that_pad_the_table_have_no_logits(tutorial, small):
+    """Their tokens would be drawn, and stand for no text."""
+    model = tutorial.create_model(small())
+    assert len(model.wte.embedding[...]) == 640
+    assert model(np.zeros((1, 16), np.int32)).shape == (1, 16, 521)
+
+
 def test_bfloat16_sums_in_float32(tutorial, small):
     """The loss, and the gradient of a frequent token, a sum over 4,000 places."""
     windows = np.random.default_rng(0).integers(0, 521, (500, 17))

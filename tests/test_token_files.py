@@ -85,6 +85,26 @@ def of(config, split: str) -> token_files.Windows:
     return token_files.Windows(config, split, np.arange(config.batch_size))
 
 
+def test_windows_of_larger_ids(small):
+    """Than a uint16 holds."""
+    config = small(vocab_size=70_000)
+    ids = np.arange(65_500, 65_700, dtype=np.uint32)
+    token_files.path_of(config, "val").parent.mkdir()
+    ids.tofile(token_files.path_of(config, "val"))
+    expected = [ids[start:][:17] for start in range(64, 128, 16)]
+    np.testing.assert_array_equal(of(config, "val").read(1), expected, strict=True)
+
+
+def test_what_a_run_is_validated_with(tutorial, small, write_bins):
+    """Two batches of four windows of val.bin, which has no more, in order."""
+    config = write_bins(small(), val_tokens=8 * 16 + 1)
+    token_files.check(config)
+    found = tutorial.read_validation(config, jax.sharding.get_mesh())
+    whole = token_files.open_tokens(config, "val")
+    expected = [whole[start:][:17] for start in range(0, 128, 16)]
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
 def test_each_window_once_an_epoch(small, write_bins):
     """Of 125 windows, four a step, steps 31 and 62 have those of two epochs."""
     config = write_bins(small())
