@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +54,19 @@ def byte_pairs(path: Path, texts: list[str], size: int = 300) -> tokenizers.Toke
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(str(path))
     return tokenizers.Tokenizer.from_file(str(path))
+
+
+def hub_of(folder: Path, here: Path) -> Callable:
+    """A `snapshot_download` that brings those files of a folder which it is asked for."""
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        here.mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for path in folder.glob(pattern):
+                shutil.copy(path, here)
+        return str(here)
+
+    return download
 
 
 def run_from_guide(words: str, names: dict) -> dict:

@@ -17,7 +17,7 @@ from conftest import ROOT
 from flax import nnx
 from peers import ODD, make_peer, ours
 from safetensors.numpy import load_file, save_file
-from samples import END, byte_pairs
+from samples import END, byte_pairs, hub_of
 
 import trainkit.config_files
 import trainkit.huggingface
@@ -47,10 +47,12 @@ def test_the_same_function(tutorial, small, tmp_path):
     [
         lambda tensors: tensors | {"lm_head.weight": tensors[WTE].copy()},
         lambda tensors: {name: x.astype("float16") for name, x in tensors.items()},
+        lambda tensors: {name: x.astype("bfloat16") for name, x in tensors.items()},
         # As in OpenAI's own files on the hub, whose names have no prefix
         lambda tensors: (
             {k.removeprefix("transformer."): x for k, x in tensors.items()}
             | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8)}
+            | {"h.0.attn.masked_bias": np.ones(1, np.float32)}
         ),
     ],
 )
@@ -82,6 +84,10 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
     found = pipe.tokenizer(text + pipe.tokenizer.eos_token)["input_ids"]
     assert found == expected and pipe.model.config.eos_token_id == expected[-1]
     assert (folder / WHOLE).stat().st_mode & 0o777 == 0o644  # as others may read
+    about = json.loads((folder / "config.json").read_text())
+    assert about["architectures"] == ["GPT2LMHeadModel"]
+    assert {about[f"{part}_pdrop"] for part in ("resid", "embd", "attn")} == {0}
+    assert about["bos_token_id"] == tokenizer.eot_token
     with pytest.raises(OSError, match="exported"):
         trainkit.huggingface.export(model, folder)
 
@@ -104,15 +110,18 @@ def test_weights_that_are_others_are_refused(tutorial, small, folder, change, me
         ours(tutorial, small, folder)
 
 
-def test_weights_in_several_files(tutorial, small, folder):
-    """As transformers writes large models."""
+def test_weights_in_several_files(tutorial, small, folder, monkeypatch, tmp_path):
+    """As transformers writes large models, here and on the hub."""
     whole = ours(tutorial, small, folder)
     tensors = [*load_file(folder / WHOLE).items()]
     (folder / WHOLE).unlink()
     for i, part in enumerate((tensors[:9], tensors[9:]), 1):
         save_file(dict(part), folder / f"model-0000{i}-of-00002.safetensors")
-    parts = ours(tutorial, small, folder)
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    download = hub_of(folder, tmp_path / "cache")
+    monkeypatch.setattr(trainkit.huggingface, "snapshot_download", download)
+    for name in (folder, "someone/model"):
+        found = map(jax.tree.leaves, (ours(tutorial, small, name), whole))
+        jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_the_shape_of_a_run_is_that_of_its_weights(folder):
@@ -131,6 +140,10 @@ def test_the_shape_of_a_run_is_that_of_its_weights(folder):
     ):
         load(init_from=weights)
     assert load(init_from=weights, tokenizer="builtin").vocab_size == 2048
+    end = {"eos_token": "@"}  # all tokens but the end of a text are the same
+    (folder / "tokenizer_config.json").write_text(json.dumps(end))
+    with pytest.raises(ValueError, match="other tokens than tokenizer, builtin"):
+        load(init_from=weights, tokenizer="builtin")
     assert load(init_from=weights, tokenizer=str(folder)).vocab_size == 2048
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray.data
 import tokenizers
-from samples import END, byte_pairs
+from samples import END, byte_pairs, hub_of
 
 from trainkit import corpus, tokenizers as ours
 
@@ -90,6 +90,30 @@ def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path):
     corpus.write(config, documents, tutorial.tokenize)
     ids = [[*found.encode_ordinary(f".{text}"), 66_299] for text in TEXTS]
     assert np.fromfile(f"{config.data_dir}/val.bin", "uint32").tolist() == sum(ids, [])
+
+
+def test_a_tokenizer_of_the_hub_brings_what_ends_a_text(tmp_path, monkeypatch):
+    """That is an ordinary token here, and no text may have it."""
+    path = tmp_path / "theirs/tokenizer.json"
+    theirs = byte_pairs(path, TEXTS)
+    change(path, end="e")
+    download = hub_of(path.parent, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = ours.load("someone/model")
+    assert found.eot_token == theirs.token_to_id("e")
+    with pytest.raises(ValueError, match="changes or ends the text 'e'"):
+        found.encode_ordinary("e")
+
+
+def test_a_tokenizer_is_told_by_what_it_holds(tmp_path):
+    """Wherever it is, and whatever was there before."""
+    paths = [tmp_path / name / "tokenizer.json" for name in ("a", "b")]
+    for path in paths:
+        byte_pairs(path, TEXTS)
+    before = ours.identity(str(paths[0]))
+    assert before == ours.identity(str(paths[1]))
+    byte_pairs(paths[0], TEXTS, 290)
+    assert ours.identity(str(paths[0])) != before
 
 
 WORDS = {"type": "WordLevel", "vocab": {"a": 0, END: 1, "?": 2}, "unk_token": "?"}
