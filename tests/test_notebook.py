@@ -176,6 +176,18 @@ def test_who_starts_from_step_2_needs_no_package():
     assert "trainkit" not in source and "kill" not in source
 
 
+def test_a_page_shows_what_its_own_code_has_shown():
+    """Neither what other code did, nor what a person's kernel left in the notebook."""
+    notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
+    cell = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    cell.source += "\n"
+    with pytest.raises(SystemExit, match=f"'{cell.id}' isn't that of the last run"):
+        render_readme.with_outputs(notebook)
+    cell.outputs = [nbformat.v4.new_output("stream", text="of a person")]
+    with pytest.raises(SystemExit, match=f"'{cell.id}' has outputs; clear them"):
+        render_readme.to_markdown(notebook)
+
+
 def test_readme_is_in_step_and_a_stale_one_is_noticed(tmp_path):
     for name in ("ci", "docs", "examples", "trainkit"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,16 +38,22 @@ def test_imports_form_no_circle():
 
 @pytest.fixture
 def run_in_copy(tmp_path):
-    """A function that runs a line of bash in a copy. Stubs stand for Python, uv, and pytest."""
+    """A function that runs a line of bash in a copy. Stubs stand for Python, uv, and tools;
+    what is asked of the first two is in asked.txt. A linter fails for a file of its name.
+    """
     for name in ("ci", "trainkit", "configs", "images"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.ipynb", tmp_path)
     stubs = {
         "python": f"""[ "$1" = -c ] && exec {sys.executable} "$@"
-            mkdir -p .venv/bin && echo 'PATH="{tmp_path}:$PATH"' >.venv/bin/activate""",
-        "uv": "! grep -s fails needed.txt",
+            mkdir -p .venv/bin && echo 'PATH="{tmp_path}:$PATH"' >.venv/bin/activate
+            echo "$@" >>asked.txt; [[ "$*" != *whl/cpu* ]]""",
+        "uv": 'echo "$@" >>asked.txt; ! grep -s fails needed.txt',
         "pytest": 'echo "$GPT2_CONFIG" "$@"; ls',
+        "chromedriver": "",
     }
+    for linter in ("ruff", "codespell", "mypy"):
+        stubs[linter] = f'[ ! -e "{linter} $1 fails" ]'
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -61,16 +68,56 @@ def run_in_copy(tmp_path):
 
 def test_requirements_that_changed_are_installed_anew(run_in_copy, tmp_path):
     """And those whose installation failed, or that another Python needs."""
-    said, line = [], "source ci/environment.sh needed.txt"
+    said, line = [], "source ci/environment.sh needed.txt; command -v pytest"
     for text in ("a==1", "a==1", "fails", "fails", "a==2"):
         (tmp_path / "needed.txt").write_text(text)
         done = run_in_copy(line)
         assert (done.returncode != 0) == (text == "fails"), done.stderr
         said.append("Installing needed.txt" in done.stdout)
+        assert text == "fails" or f"{tmp_path}/pytest\n" in done.stdout
     assert said == [True, False, True, True, True]
     (tmp_path / ".venv/made-for").write_text("another folder or Python")
     said = run_in_copy(line).stdout
     assert "Replacing .venv" in said and "Installing needed" in said
+
+
+def test_what_is_asked_of_package_indexes(run_in_copy, tmp_path):
+    """The one that pip is set to. PyTorch for CPUs has its own, which isn't reached here."""
+    (tmp_path / "needed.txt").write_text("a==1\ntorch==2")
+    (tmp_path / "other.txt").write_text("b==1")
+    line = "unset UV_DEFAULT_INDEX; export PIP_INDEX_URL=http://mirror\n"
+    run_in_copy(f"{line} source ci/environment.sh needed.txt other.txt")
+    asked = (tmp_path / "asked.txt").read_text()
+    torch = re.findall(r"-m pip .*install .*torch==2", asked)
+    assert ["download.pytorch.org/whl/cpu" in each for each in torch] == [True, False]
+    (uv,) = re.findall("pip install .*needed.*", asked)
+    assert "--default-index http://mirror -r needed.txt -r other.txt" in uv
+
+
+def test_a_cluster_that_is_here_is_not_joined(run_in_copy, tmp_path):
+    """And what Python compiles is kept, whatever an image has set."""
+    (tmp_path / "needed.txt").touch()
+    theirs = "export RAY_ADDRESS=auto PYTHONDONTWRITEBYTECODE=1"
+    said = run_in_copy(f"{theirs}; source ci/environment.sh needed.txt; env")
+    lines = said.stdout.splitlines()
+    assert "RAY_ADDRESS=local" in lines
+    assert not any(line.startswith("PYTHONDONTWRITEBYTECODE=") for line in lines)
+
+
+def test_the_tests_run_as_asked_after_the_linters(run_in_copy, tmp_path):
+    """Each of which can keep them from running."""
+    there = tmp_path / ".venv/tiktoken/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    there.parent.mkdir(parents=True)
+    there.touch()
+    command, asked = "bash ci/test.sh -m extra", tmp_path / "asked.txt"
+    assert run_in_copy(command).returncode == 0
+    assert re.search(r"-m pytest .* -m extra\n$", asked.read_text())
+    for linter in ("ruff check", "ruff format", "codespell ", "mypy "):
+        asked.write_text("")
+        (tmp_path / f"{linter} fails").touch()
+        assert run_in_copy(command).returncode == 1
+        assert "pytest" not in asked.read_text()
+        (tmp_path / f"{linter} fails").unlink()
 
 
 def test_the_first_command_runs_the_notebook_in_a_folder_of_its_own(run_in_copy):

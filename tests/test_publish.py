@@ -41,8 +41,10 @@ def test_registry_gets_its_files_and_nothing_else(registry):
     assert all((registry / place).exists() for place in places)
     assert depsets["depsets"][1]["output"] == f"{publish.FOLDER}/{publish.LOCK}"
     (registry / publish.FOLDER / "trainkit/no_longer.py").touch()
+    lock = registry / publish.FOLDER / publish.LOCK
+    lock.write_text("made by their tools")
     publish.publish(registry, SOURCE)
-    assert contents() == written
+    assert contents() == written | {str(lock.relative_to(registry)): lock.read_bytes()}
 
 
 def test_an_entry_is_written_in_place_of_the_one_of_its_name(tmp_path):
@@ -55,6 +57,8 @@ def test_an_entry_is_written_in_place_of_the_one_of_its_name(tmp_path):
 
 def test_driver_and_workers_install_the_lock(registry):
     cells = code_cells(registry / publish.FOLDER / "README.ipynb")
+    (install,) = [cell for cell in cells if cell.source[0] == "!"]
+    assert install.metadata.tags == ["aside"]  # a job's script has only Python
     code = "\n".join(cell.source for cell in cells)
     assert f"!uv pip install -r {publish.LOCK} --system" in code
     assert f'runtime_env={{"pip": "{publish.LOCK}", "py_modules": ["trainkit"]' in code
@@ -66,6 +70,10 @@ def test_addresses_on_the_page_lead_to_files(registry):
     assert re.findall(r"\]\((?!https://|#)", re.sub(publish.FENCE, "", page)) == []
     there = re.findall(r"anyscale/templates/(?:(?:blob|tree)/)?main/([^)#]+)", page)
     assert there and all((registry / path).exists() for path in there)
+    assert f"]({SOURCE}/blob/main/docs/guide.md#storage)" in page
+    pictures = re.findall(r"!\[[^\]]*\]\((\S+)/images/\S+\)", page)
+    raw = "https://raw.githubusercontent.com/anyscale/templates/main"
+    assert {*pictures} == {f"{raw}/{publish.FOLDER}"}
     with pytest.raises(SystemExit, match="names no/file.md, which isn't there"):
         publish.absolute("[a](no/file.md)", SOURCE)
 
