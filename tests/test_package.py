@@ -84,7 +84,9 @@ def test_requirements_that_changed_are_installed_anew(run_in_copy, tmp_path):
 def test_what_is_asked_of_package_indexes(run_in_copy, tmp_path):
     """The one that pip is set to. PyTorch for CPUs has its own, which isn't reached here."""
     (tmp_path / "needed.txt").write_text("a==1\ntorch==2")
-    (tmp_path / "other.txt").write_text("b==1")
+    for folder in (".", ".venv"):  # it is installed; they are resolved together
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "other.txt").write_text("b==1")
     line = "unset UV_DEFAULT_INDEX; export PIP_INDEX_URL=http://mirror\n"
     run_in_copy(f"{line} source ci/environment.sh needed.txt other.txt")
     asked = (tmp_path / "asked.txt").read_text()
