@@ -154,9 +154,13 @@ def test_an_upload_is_tried_again(bucket, monkeypatch):
     np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
 
 
-def test_runs_of_one_name_in_two_buckets_share_nothing_on_a_node():
-    places = {buckets._place(epath.Path(f"s3://{name}/runs/mine")) for name in "ab"}
-    assert len(places) == 2
+def test_runs_of_one_name_in_two_buckets_share_nothing_on_a_node(monkeypatch):
+    """Nor do those of two people."""
+    paths = [epath.Path(f"s3://{name}/runs/mine") for name in "ab"]
+    places = {buckets._place(path) for path in paths}
+    monkeypatch.setattr(os, "getuid", lambda: 4_321)
+    places |= {buckets._place(path) for path in paths}
+    assert len(places) == 4 and len({place.parents[2] for place in places}) == 2
 
 
 def raise_slow_down(*given, **named):

@@ -1,13 +1,16 @@
 """What the loop logs, saves, reports, and restores, as Ray Train's local mode runs it."""
 
 import shutil
+import tarfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 import ray.train
 from accidents import (
@@ -21,7 +24,7 @@ from accidents import (
 )
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import buckets, loading, runs, token_files
+from trainkit import buckets, loading, token_files
 
 
 @pytest.fixture
@@ -62,16 +65,13 @@ def play(tutorial, cluster, reports):
 
 @pytest.fixture
 def restore(tutorial, config, reports):
-    """A function that restores with changes, as the loop does; None if there is nothing."""
+    """A function that starts with changes, as the loop does; its state."""
 
     def restore_by(newest=tutorial.newest, tokens=None, **changes):
         changed = replace(config, **changes)
-        like = tutorial.abstract_state(changed, tutorial.create_mesh(changed))
-        path = as_worker(lambda: newest(changed.run_path))
-        if path is None:
-            return None
-        runs.check_recipe(path, {"config": asdict(changed), "tokens": tokens})
-        return tutorial.unnamed(tutorial.restore(path, tutorial.named(like)), like)
+        settings = {"config": asdict(changed), "tokens": tokens}
+        given = changed, tutorial.create_mesh(changed), settings, newest
+        return as_worker(lambda: tutorial.start_state(*given))
 
     return restore_by
 
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, t
 
 def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
     """Though training goes on with donated buffers, which NumPy shares on a CPU."""
-    assert restore() is None and not reports
+    assert restore().step == 0 and not reports
     about = {"config": asdict(config), "tokens": None}
     trained = tutorial.create_state(config)
     expected = [np.array(x) for x in jax.tree.leaves(trained)]
@@ -177,6 +177,92 @@ def test_the_loop_waits_for_each_save_before_the_next_and_for_the_last(
     assert events == [*expected, "done 11"]  # which Ray does
 
 
+def test_the_loop_of_step_2_is_guarded_and_waits(
+    tutorial, tmp_path, monkeypatch, reports
+):
+    """From its start to its end, anew in each step, and while it waits for each save."""
+    events, save, guard = [], tutorial.save, tutorial.faulthandler
+
+    def note(folder, arrays, step, metrics):
+        save(folder, arrays, step, metrics).result()
+        events.append(f"save {step}")
+        return SimpleNamespace(result=lambda: events.append(f"wait {step}"))
+
+    def log(folder, step, loss):
+        events.append(step)
+
+    monkeypatch.setattr(tutorial, "save", note)
+    monkeypatch.setattr(tutorial, "optimizer", optax.sgd(0.2), raising=False)
+    later = "dump_traceback_later"
+    monkeypatch.setattr(guard, later, lambda seconds, exit: events.append("guard"))
+    monkeypatch.setattr(
+        guard, "cancel_dump_traceback_later", lambda: events.append("end")
+    )
+    for steps in (9, 10):
+        settings = {"folder": str(tmp_path), "steps": steps}
+        as_worker(partial(tutorial.fit_line_and_survive, settings, log))
+    guarded = [x for step in range(1, 8) for x in ("guard", step)]
+    saves = ["guard", 8, "save 8", "guard", 9, "wait 8", "save 9"]
+    again = ["guard", 10, "save 10", "guard", "wait 10", "end"]
+    assert events == [*guarded, *saves, "guard", "wait 9", "end", *again]
+
+
+@pytest.fixture
+def on_another_node(monkeypatch):
+    """A function that makes this process its node's first worker, and which the first one of
+    all tells what it has found.
+    """
+
+    def join(found: str) -> None:
+        places = {"get_world_rank": 2, "get_local_rank": 0, "get_world_size": 4}
+        context = SimpleNamespace(**{k: lambda x=x: x for k, x in places.items()})
+        monkeypatch.setattr(ray.train, "get_context", lambda: context)
+        stubs = {"broadcast_from_rank_zero": lambda mine: found, "barrier": list}
+        for name, stub in stubs.items():
+            monkeypatch.setattr(ray.train.collective, name, stub)
+
+    return join
+
+
+def test_the_first_worker_chooses_for_all(tutorial, tmp_path, on_another_node):
+    """Others, which may see a checkpoint a moment later, don't look."""
+    (tmp_path / "step_00000016").mkdir()
+    on_another_node("step_00000008")
+    assert tutorial.newest(tmp_path) == tmp_path / "step_00000008"
+    on_another_node(None)
+    assert tutorial.newest(tmp_path) is None
+
+
+def test_each_node_has_a_copy_of_what_is_in_the_bucket(
+    config, reports, on_another_node
+):
+    """From when it is restored until the next save, and of that checkpoint alone."""
+    name = "step_00000008_4_0123abcd"
+    files = config.run_path / "files"
+    files.mkdir(parents=True)
+    for part in "02":
+        (files / part).touch()
+        shutil.make_archive(f"{config.run_path}/{name}/{part}", "tar", files, part)
+    other = buckets._copy(config.run_path) / "step_00000004_4_0123abcd"
+    other.mkdir(parents=True)
+    on_another_node(name)
+    copy = buckets.newest(config.run_path)
+    assert {path.name for path in copy.iterdir()} == {"0", "2"} and not other.exists()
+    buckets.save(config.run_path, {"x": np.ones(3)}, 16, {})
+    assert not copy.exists()
+    ((_, how),) = reports
+    (config.run_path / how["checkpoint_dir_name"]).mkdir()  # a bucket needs none
+    how["checkpoint_upload_fn"](None, how["checkpoint_dir_name"])
+
+
+def test_a_tar_file_writes_nothing_elsewhere(tmp_path):
+    (tmp_path / "outside").touch()
+    with tarfile.open(tmp_path / "0.tar", "w") as packed:
+        packed.add(tmp_path / "outside", "../../outside")
+    with (tmp_path / "0.tar").open("rb") as stream, pytest.raises(tarfile.FilterError):
+        buckets.unpack(stream, tmp_path / "a/b")
+
+
 def test_another_recipe_and_damage_are_named(play, config, restore):
     """With what to do."""
     play(config)
@@ -216,9 +302,8 @@ def test_other_tokens_are_named(play, config, restore, write_bins):
 def test_a_model_trained_by_any_kernel_runs_here(
     tutorial, config, tmp_path, monkeypatch
 ):
-    """On a window of any length, also if its blocks were one in a loop.
-
-    On each worker, whose own devices aren't the first ones of all.
+    """On a window of any length, also if its blocks were one in a loop, or its configuration
+    had a key that is no more. On each worker, whose own devices aren't the first ones of all.
     """
     (mine,) = jax.local_devices()
     others = SimpleNamespace(client=mine.client)
@@ -229,7 +314,8 @@ def test_a_model_trained_by_any_kernel_runs_here(
         {"attention": "splash", "scan_layers": True},
     ):
         path = tmp_path / changes["attention"]
-        about = {"config": asdict(replace(config, **changes)), "tokens": None}
+        saved = asdict(replace(config, **changes)) | {"removed": 3}
+        about = {"config": saved, "tokens": None}
         orbax.save(path, tutorial.named(state), custom_metadata=about)
         model = loading.load_model(
             ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
@@ -270,4 +356,4 @@ def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore, monkeyp
     with pytest.raises(Exception, match="truncated|file could not be opened"):
         restore(buckets.newest)
     packed.unlink()
-    assert restore(buckets.newest) is None
+    assert restore(buckets.newest).step == 0

@@ -1,5 +1,7 @@
 """What follows from a configuration."""
 
+import os
+
 from trainkit.config import TrainingConfig
 
 
@@ -11,3 +13,23 @@ def test_how_devices_share_a_batch():
     assert config.micro_batches(1) == 2 and config.micro_batches(2) == 1
     assert TrainingConfig(batch_size=14, device_batch_size=5).micro_batches(1) == 7
     assert TrainingConfig(batch_size=37).layout(1)["micro-batches"] == "37 x 1"
+
+
+def test_the_defaults_are_gpt2_small_as_nanogpt_trains_it():
+    """And mean the same on all machines; without end, restarts are -1."""
+    config = TrainingConfig(max_failures=-1)
+    shape = config.vocab_size, config.block_size, config.n_layer, config.n_head
+    assert (*shape, config.n_embd) == (50_257, 1_024, 12, 12, 768)
+    batch = 12 * 40  # batch_size x gradient_accumulation_steps
+    assert (config.batch_size, config.decay_steps) == (batch, 600_000)
+    assert (config.learning_rate, config.warmup_steps) == (6e-4, 2_000)
+    adamw = config.weight_decay, config.beta1, config.beta2, config.grad_clip
+    assert adamw == (0.1, 0.9, 0.95, 1.0)
+    places = os.path.abspath("data"), os.path.abspath("runs")
+    assert (config.data_dir, config.storage_path) == places
+
+
+def test_tokens_take_two_bytes_if_all_ids_fit():
+    """The largest of 65,536 is 65,535."""
+    types = [TrainingConfig(vocab_size=2**16 + more).token_dtype for more in (0, 1)]
+    assert types == ["uint16", "uint32"]

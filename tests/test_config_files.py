@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from ruamel.yaml.error import YAMLError
 from samples import python
 
 import trainkit.tokenizers
@@ -86,6 +87,13 @@ def test_a_mistake_names_the_file_and_the_key(load, text, key):
         load(text)
 
 
+def test_a_key_that_is_given_twice_is_refused(load):
+    """One of them would have no effect. A file may give none."""
+    with pytest.raises(YAMLError, match='duplicate key "seed"'):
+        load("seed: 1\nseed: 2")
+    assert load("# all as it is").seed == TrainingConfig.seed
+
+
 def test_places_and_names(load, tmp_path, monkeypatch):
     """Workers run in other folders, so paths are absolute; names of a hub stay."""
     monkeypatch.chdir(tmp_path)
@@ -99,6 +107,7 @@ def test_places_and_names(load, tmp_path, monkeypatch):
     assert load("tokenizer: gpt2").tokenizer == "gpt2"
     smaller = load("tokenizer: builtin")
     assert smaller.vocab_size == 2_048
+    assert load("tokenizer: builtin\nvocab_size: 2100").vocab_size == 2_100
     assert smaller.data_dir.endswith("/data/openwebtext-builtin")
     own = trainkit.tokenizers.load("builtin").path
     for name in ("mine-1.0", "mine-1.1"):  # which have a folder each

@@ -11,6 +11,7 @@ from ray.train import ScalingConfig
 import trainkit.launch
 import trainkit.workers
 
+NODE = {"use_gpu": True, "resources_per_worker": {"GPU": 8}}
 SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
 
 
@@ -40,7 +41,9 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     "options, changes, words",
     [
         ({"num_workers": (2, 4)}, {}, "3 devices: .* 3 to divide batch_size .4"),
+        ({"num_workers": (1, 3)}, {}, "3 devices: .* 3 to divide batch_size .4"),
         ({"num_workers": 2, "use_gpu": True}, {"fsdp": 4}, "2 devices: .*fsdp .* .4"),
+        ({"num_workers": 2, **NODE}, {}, "16 devices: .* 16 to divide"),  # its GPUs
         ({"num_workers": 4, **SLICE}, {}, "16 devices: .* 16 to divide"),  # its chips
         ({"num_workers": 0}, {}, "num_workers: expected 1 or more, found 0"),
     ],
@@ -50,6 +53,12 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
     scaling = ScalingConfig(**options)
     with pytest.raises(ValueError, match=words):
         trainkit.launch.check(small(**changes), scaling, *[None] * 3)
+
+
+def test_an_elastic_run_grows_by_whole_slices():
+    """Numbers of workers between them needn't divide the batch."""
+    scaling = ScalingConfig(num_workers=(4, 12), **SLICE)
+    assert trainkit.launch._numbers_of_devices(scaling) == [16, 32, 48]
 
 
 FAILS = [  # on the workers, otherwise

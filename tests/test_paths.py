@@ -1,4 +1,4 @@
-"""Folders that are whole or not there."""
+"""Paths, and folders that are whole or not there."""
 
 import subprocess
 
@@ -55,3 +55,14 @@ def test_a_folder_that_cant_be_made_is_named(tmp_path):
             with paths.new_folder(tmp_path / "disk/data"):
                 pass
     assert error.value.__notes__ == [f"{tmp_path}/disk/data can't be made there."]
+
+
+def test_a_folder_is_told_from_the_name_of_a_model_on_a_hub(tmp_path, monkeypatch):
+    """By a slash, and by what is there, wherever a person says it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my/gpt2").mkdir(parents=True)
+    for name in ("my/gpt2", "~/my/gpt2", "$HOME/my/gpt2", "./my/gpt2"):
+        assert paths.path_or_name(name) == str(tmp_path / "my/gpt2")
+    for name in ("my", "openai-community/gpt2"):
+        assert paths.path_or_name(name) == name

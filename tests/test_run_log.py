@@ -1,10 +1,12 @@
 """The run's log: its lines, where they go, and what ends a run."""
 
 import json
+import math
 import os
 import re
 import signal
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     Later lines than the checkpoint's go, and what was cut off. What `send` does with a line
     changes nothing, and its error doesn't end the run.
     """
-    now, told, sent, waited = [100.0], [], [], []
+    now, told, sent, waited, shown = [100.0], [], [], [], []
+    bar = SimpleNamespace(update=lambda n=1: shown.append(n), close=list)
+    monkeypatch.setattr(run_log.tqdm_ray, "tqdm", lambda desc, total: bar)
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
 
@@ -54,6 +58,7 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     assert sent == [first, last]
     assert log_of(config) == [{"step": 5}, {"step": 7}, first, last]
     assert told == [None, None, first, None, last]
+    assert shown == [7, 1, 1, 1, 1, 1]  # the bar, of 12 steps
     assert waited == [None, None, {"loss": 16}, None, None]  # at most two steps ahead
     said = capfd.readouterr().out
     for line in (
@@ -66,10 +71,11 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
 
 
 def test_a_line_is_appended_and_metrics_are_scalars(small):
-    """A day of lines isn't written anew at each step."""
+    """A day of lines isn't written anew at each step; at a start, all are, or none."""
     config = small(log_interval=1)
     config.run_path.mkdir(parents=True)
-    files = []
+    (config.run_path / "metrics.jsonl").touch()
+    files = [os.stat(config.run_path / "metrics.jsonl").st_ino]
 
     def loop() -> None:
         with run_log.RunLog(config, at_step(0)) as log:
@@ -78,10 +84,14 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
                 files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
             with pytest.raises(ValueError, match=r"found norms of shape \(3,\)"):
                 log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
+            for bad in (math.inf, math.nan):
+                with pytest.raises(FloatingPointError, match="diverged at step 3"):
+                    log.add(3, {"loss": bad}, False)
 
     as_worker(loop)
     assert [line["step"] for line in log_of(config)] == [1, 2]
-    assert files[0] == files[1] == os.stat(config.run_path / "metrics.jsonl").st_ino
+    files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
+    assert files[0] != files[1] == files[2] == files[3]
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(small, monkeypatch, capfd):
@@ -108,6 +118,11 @@ def test_a_tracker_that_hangs_holds_nothing_up(small, monkeypatch, capfd):
 
 def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
     """MFU, where the peak is known, and the memory that the state takes on each device."""
+    for kind, flops in run_log._PEAK_FLOPS.items():  # whatever else begins as it does
+        for more in ("", "-SXM4-80GB", " 80GB HBM3"):
+            assert run_log.peak_flops(kind + more) == flops
+    for kind in ("NVIDIA L40S", "GH200"):  # not an L4, not an H200
+        assert run_log.peak_flops(kind) is None
     config = small(fsdp=2, log_interval=1)
     mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
     arrays = tutorial.named(tutorial.abstract_state(config, mesh)) | at_step(0)
@@ -121,8 +136,6 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
         with run_log.RunLog(config, arrays) as log:
             return log.add(1, {"loss": 1.0}, False)
 
-    for kind in ("NVIDIA L40S", "GH200"):  # not an L4, not an H200
-        assert run_log.peak_flops(kind) is None
     # 2 layers, 32 wide: 12 D^2 in matrices, 13 D in biases and norms each; 640 rows of tokens.
     weights = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 640 * 32
     flops = 6 * weights + 12 * 2 * 32 * 16

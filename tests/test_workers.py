@@ -1,5 +1,6 @@
 """Which devices a worker gets, and what is refused or said at once."""
 
+import faulthandler
 import os
 import time
 from functools import partial
@@ -17,6 +18,7 @@ from ray.train.v2.jax import JaxConfig
 from samples import python
 
 import trainkit.launch
+import trainkit.runs
 import trainkit.workers
 
 
@@ -60,6 +62,25 @@ def test_driver_leaves_accelerators_to_the_workers():
         python(f"import jax\n{cells}", JAX_PLATFORMS=None)
 
 
+DRIVER = """
+import os, trainkit
+os.environ.update(JAX_PLATFORM_NAME="tpu", RAY_ENABLE_UV_RUN_RUNTIME_ENV="mine")
+trainkit.set_up_driver()
+import jax
+print(jax.default_backend(), os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"])
+print([os.environ["grpc_proxy"], os.environ.pop("RAY_ENABLE_UV_RUN_RUNTIME_ENV")])
+trainkit.set_up_driver()
+print(os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"])
+"""
+
+
+def test_what_else_a_driver_is_kept_from():
+    """JAX's other variable, lines that appear twice, proxies, and uv; what is set stays."""
+    names = "JAX_PLATFORMS", "RAY_TRAIN_ENABLE_PRINT_PATCH", "grpc_proxy"
+    said = python(DRIVER, **dict.fromkeys(names))
+    assert said == "cpu 0\n['', 'mine']\n0\n"
+
+
 @pytest.mark.slow
 def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
     """Other tokens on its node, and workers that don't see one another."""
@@ -96,16 +117,20 @@ def start_as(monkeypatch):
 
 def test_what_a_worker_does_first(small, start_as, monkeypatch):
     """While it waits for the first one, which waits for the run, nothing guards it; from then
-    on, it is guarded. Its datasets read no further ahead than they may.
+    on, it is guarded. It connects to the others before programs compile, some for longer than
+    they would wait. Its datasets read no further ahead than they may.
     """
     events = []
+    monkeypatch.setattr(trainkit.runs, "lock", lambda _: events.append("has the run"))
+    connect = trainkit.workers.multihost_utils, "sync_global_devices"
+    monkeypatch.setattr(*connect, lambda _: events.append("connects"))
     monkeypatch.setattr(ray.train.collective, "barrier", lambda: events.append("waits"))
     guard = "dump_traceback_later"
     monkeypatch.setattr(
         trainkit.workers.faulthandler, guard, lambda *_, **how: events.append(how)
     )
     limits = start_as(small())
-    assert events == ["waits", {"exit": True}]
+    assert events == ["has the run", "waits", {"exit": True}, "connects"]
     assert limits.object_store_memory == 2**28 and limits.cpu == 1
 
 
@@ -120,10 +145,12 @@ def test_each_node_compares_its_tokens(small, write_bins, start_as):
 def test_workers_with_several_devices_that_form_no_program(
     small, start_as, monkeypatch
 ):
-    """Each has more of them than there are workers."""
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    """Each has more of them than there are workers. Or they can't share a batch."""
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
     with pytest.raises(RuntimeError, match="JAX sees 1 of 2 workers"):
         start_as(small(), workers=2)
+    with pytest.raises(ValueError, match="3 to divide batch_size .4"):
+        start_as(small())
 
 
 def test_a_worker_with_several_gpus_sees_all_of_them(tutorial, monkeypatch):
@@ -133,6 +160,33 @@ def test_a_worker_with_several_gpus_sees_all_of_them(tutorial, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     tutorial.use_assigned_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+class Asked(Exception):
+    """For GPUs."""
+
+
+LOOPS = {
+    "fit_line_per_worker": (),
+    "fit_line_and_survive": ({}, None),
+    "train_loop_per_worker": ({},),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_loop_takes_its_gpus_before_anything_else(tutorial, monkeypatch, name):
+    """Once JAX is asked for a device, it has all."""
+
+    def ask() -> None:
+        raise Asked
+
+    monkeypatch.setattr(tutorial, "use_assigned_gpus", ask)
+    monkeypatch.setattr(jax, "devices", None)
+    try:
+        with pytest.raises(Asked):
+            vars(tutorial)[name](*LOOPS[name])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_dataset_reads_a_little_ahead_and_then_rests(cluster, tmp_path):
