@@ -132,7 +132,7 @@ def test_what_is_edited_is_what_runs(tmp_path):
         edited(
             "loop", ("    done, saving", "    print('another loop')\n    done, saving")
         ),
-        edited("loss", ("return layers", "return 100 + layers")),
+        edited("loss", ("return ops", "return 100 + ops")),
         edited("fit", (line, short)),
     ]
     cells = run_notebook(tmp_path / "again", *again, *edits)

@@ -32,7 +32,7 @@ from accidents import (
 from conftest import ROOT, cluster_with_a_head
 from samples import run_from_guide
 
-from trainkit import documents, loading, runs
+from trainkit import checkpoints, documents, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -54,7 +54,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
 
     # The model in the best is the one that was evaluated.
     checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = loading.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
     assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
     assert_one_worker_continues(tutorial, config)
 

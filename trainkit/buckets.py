@@ -114,9 +114,11 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
 
 
 def unpack(stream: IO[bytes], folder: str | Path) -> None:
-    """Write the files of a worker's tar file, and nothing outside of the folder."""
+    """Write the files of a worker's tar file.
+
+    With Python 3.11.4 or later, an entry that would be outside of the folder is refused.
+    """
     with tarfile.open(fileobj=stream, mode="r|") as packed:
-        # Python 3.11 has it since 3.11.4.
         packed.extraction_filter = getattr(tarfile, "data_filter", None)
         packed.extractall(folder)
 

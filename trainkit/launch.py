@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from ray.train.v2.api.config import ScalingConfig
 
-from trainkit import layers, runs, token_files
+from trainkit import ops, runs, token_files
 from trainkit.config import TrainingConfig
 
 
@@ -89,9 +89,9 @@ def check_sharding(
             kernel doesn't take the configuration.
         Exception: what the loss raises when it is traced.
     """
-    if config.attention == "splash" and config.block_size % layers.SPLASH_BLOCK:
+    if config.attention == "splash" and config.block_size % ops.SPLASH_BLOCK:
         raise ValueError(
-            f"attention: splash takes {layers.SPLASH_BLOCK} tokens at once, and block_size, "
+            f"attention: splash takes {ops.SPLASH_BLOCK} tokens at once, and block_size, "
             f"{config.block_size}, is no multiple of that"
         )
     if config.attention == "cudnn" and config.compute_dtype != "bfloat16":

@@ -47,19 +47,16 @@ class HuggingFaceTokenizer:
             )
         self.tokenizer.add_special_tokens(known[:1])  # also if its file doesn't say so
         self.eot_token = self.tokenizer.get_vocab()[known[0]]
-        unknown = getattr(self.tokenizer.model, "unk_token", None)
-        self._may_change_text = bool(unknown or self.tokenizer.normalizer)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """The tokens of a text, with none before or after it.
 
         Raises:
-            ValueError: they stand for another text, by a normalizer or an unknown token, or
-                one of them ends a text.
+            ValueError: they stand for another text, such as one without its spaces or its
+                unknown characters, or one of them ends a text.
         """
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        changed = self._may_change_text and self.decode(ids) != text
-        if changed or self.eot_token in ids:
+        if self.decode(ids) != text or self.eot_token in ids:
             raise ValueError(
                 f"tokenizer: {self.path} changes or ends the text {text!r:.200}"
             )

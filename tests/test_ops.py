@@ -13,7 +13,7 @@ import torch
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
-from trainkit import layers
+from trainkit import ops
 
 
 def test_splash_attention_equals_the_plain_one():
@@ -27,7 +27,7 @@ def test_splash_attention_equals_the_plain_one():
 
     plain = run(partial(jax.nn.dot_product_attention, is_causal=True))
     with pltpu.force_tpu_interpret_mode():
-        fast = jax.jit(run, static_argnums=0)(layers.splash_attention)
+        fast = jax.jit(run, static_argnums=0)(ops.splash_attention)
     for expected, found in zip(plain, fast):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -41,7 +41,7 @@ def test_a_kernel_gets_its_devices_windows_and_heads():
         return q
 
     over_data = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
-    kernel = layers.on_each_device(note)
+    kernel = ops.on_each_device(note)
     of_each_replica = jax.shard_map(lambda q: kernel(q, q, q), **over_data)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -53,7 +53,7 @@ def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
     """For the backward pass, which computes the rest again."""
     blocks = tutorial.create_model(small(n_layer=5)).h
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
-    _, pull = jax.vjp(lambda x: layers.scan_blocks(blocks, x), x)
+    _, pull = jax.vjp(lambda x: ops.scan_blocks(blocks, x), x)
     kept = sum(np.size(array) for array in jax.tree.leaves(pull))
     expected = 5 * x.size + sum(array.size for array in jax.tree.leaves(blocks))
     assert kept == pytest.approx(expected, rel=0.05)
@@ -72,7 +72,7 @@ def test_loss_and_gradients_are_pytorchs(tutorial, half):
 
     def loss(table, features):
         config = SimpleNamespace(vocab_size=7, loss_chunks=3)
-        return -2 * layers.cross_entropy(table, features, targets, config)
+        return -2 * ops.cross_entropy(table, features, targets, config)
 
     near = 0.02 if half else 1e-5
     names = ("table", "features")
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_pytorchs(tutorial, half):
 def test_the_loss_scatters_nothing_and_has_one_parts_logits(tutorial):
     """Comparing with the target instead of scattering is much faster on accelerators."""
     config = tutorial.TrainingConfig(vocab_size=521, loss_chunks=2)
-    gradients = jax.jit(jax.grad(layers.cross_entropy, (0, 1)), static_argnums=3)
+    gradients = jax.jit(jax.grad(ops.cross_entropy, (0, 1)), static_argnums=3)
     given = jnp.ones((640, 64)), jnp.ones((4, 24, 64)), jnp.zeros((4, 24), int)
     lowered = gradients.lower(*given, config)
     assert "scatter" not in lowered.as_text()  # XLA for CPUs expands each
