@@ -129,8 +129,15 @@ def test_what_the_cluster_lacks_is_said(
     unused = "The cluster has 2 GPUs, and the workers use 0 of them.\n$"
     full = f"^The workers take all CPUs, and .* wait .*\n{unused}"
     asked = "ask for .*8.*cluster has .*4"
-    for workers, words in ((3, f"^{unused}"), (4, full), ((4, 8), full), (8, asked)):
-        scaling = ScalingConfig(num_workers=workers)  # 4 are there
+    gpus = {"use_gpu": True, "resources_per_worker": {"CPU": 0.5, "GPU": 1}}
+    for options, words in (
+        ({"num_workers": 3}, f"^{unused}"),  # 4 CPUs are there
+        ({"num_workers": 4}, full),
+        ({"num_workers": (4, 8)}, full),
+        ({"num_workers": 8}, asked),
+        ({"num_workers": 3} | gpus, "^The .* ask for .*'GPU': 3.* has .*'GPU': 2"),
+    ):
+        scaling = ScalingConfig(**options)
         monkeypatch.setitem(tutorial.SCALING, "many", scaling)
         trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
         assert re.search(words, capsys.readouterr().out)

@@ -200,4 +200,9 @@ def test_readme_is_in_step_and_a_stale_one_is_noticed(tmp_path):
         python(render, "--check")
     python(render)
     assert page.read_text() == ours
+    file = "examples/survive.py"
+    assert (tmp_path / file).read_text() == (ROOT / file).read_text()
     python(render, "--check")
+    (tmp_path / file).write_text("stale")
+    with pytest.raises(AssertionError, match="-stale"):
+        python(render, "--check")

@@ -45,7 +45,10 @@ def run_in_copy(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.ipynb", tmp_path)
     stubs = {
-        "python": f"""[ "$1" = -c ] && exec {sys.executable} "$@"
+        "python": f"""version="${{VERSION:-3.12.1}}"
+            [ "$1" = -c ] && exec {sys.executable} -c "import sys
+sys.version_info = tuple(map(int, '$version'.split('.')))
+$2"
             mkdir -p .venv/bin && echo 'PATH="{tmp_path}:$PATH"' >.venv/bin/activate
             echo "$@" >>asked.txt; [[ "$*" != *whl/cpu* ]]""",
         "uv": 'echo "$@" >>asked.txt; ! grep -s fails needed.txt',
@@ -79,6 +82,19 @@ def test_requirements_that_changed_are_installed_anew(run_in_copy, tmp_path):
     (tmp_path / ".venv/made-for").write_text("another folder or Python")
     said = run_in_copy(line).stdout
     assert "Replacing .venv" in said and "Installing needed" in said
+
+
+@pytest.mark.parametrize(
+    "version, fits",
+    [("3.10.9", False), ("3.11.0", True), ("3.14.1", True), ("3.15.0", False)],
+)
+def test_which_pythons_will_do(run_in_copy, tmp_path, version, fits):
+    """Each release of those that are named. Otherwise, another one is looked for."""
+    (tmp_path / "needed.txt").touch()
+    line = (
+        f"export VERSION={version}; source ci/environment.sh needed.txt; echo $python"
+    )
+    assert (f"{tmp_path}/python\n" in run_in_copy(line).stdout) == fits
 
 
 def test_what_is_asked_of_package_indexes(run_in_copy, tmp_path):

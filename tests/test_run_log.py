@@ -86,7 +86,7 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
                 log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
             for bad in (math.inf, math.nan):
                 with pytest.raises(FloatingPointError, match="diverged at step 3"):
-                    log.add(3, {"loss": bad}, False)
+                    log.add(3, {"loss": 1.0, "grad_norm": bad}, False)
 
     as_worker(loop)
     assert [line["step"] for line in log_of(config)] == [1, 2]

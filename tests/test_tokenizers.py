@@ -142,10 +142,14 @@ def test_what_changes_texts_is_refused(tmp_path, changes, words):
     [
         ({"normalizer": {"type": "NFC"}}, "e\u0301"),
         ({"model": WORDS, "added_tokens": []}, "b"),
+        ({"pre_tokenizer": {"type": "Whitespace"}, "decoder": None}, "a\n a"),
+        ({"pre_tokenizer": {"type": "Whitespace"}, "decoder": None}, "漢"),
     ],
 )
 def test_a_text_that_is_changed_later_is_refused(tmp_path, changes, text):
-    """Whichever document it is in."""
+    """Whichever document it is in: by a normalizer, an unknown token, or none, or without
+    its spaces.
+    """
     path = tmp_path / "tokenizer.json"
     byte_pairs(path, TEXTS)
     change(path, **changes)
