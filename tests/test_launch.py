@@ -41,7 +41,6 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     "options, changes, words",
     [
         ({"num_workers": (2, 4)}, {}, "3 devices: .* 3 to divide batch_size .4"),
-        ({"num_workers": (1, 3)}, {}, "3 devices: .* 3 to divide batch_size .4"),
         ({"num_workers": 2, "use_gpu": True}, {"fsdp": 4}, "2 devices: .*fsdp .* .4"),
         ({"num_workers": 2, **NODE}, {}, "16 devices: .* 16 to divide"),  # its GPUs
         ({"num_workers": 4, **SLICE}, {}, "16 devices: .* 16 to divide"),  # its chips
