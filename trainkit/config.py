@@ -27,9 +27,7 @@ _STRICT = pydantic.ConfigDict(
 class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
-    dataset: str = (
-        "openwebtext"  # the name of a function that the notebook's step 3 lists
-    )
+    dataset: str = "openwebtext"  # a function's name, which the notebook's step 3 lists
     tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
