@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+import ray.train
 from accidents import as_worker
 from orbax.checkpoint import v1 as orbax
 
@@ -47,6 +48,14 @@ def test_a_jobs_copy_of_the_folder_keeps_no_runs(config):
     folder = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/storage"
     with pytest.raises(ValueError, match="storage_path: /tmp/ray.*a job's copy"):
         runs.check_folder(replace(config, storage_path=folder))
+
+
+def test_the_first_worker_of_another_node_takes_no_lock(config, monkeypatch):
+    """It would keep its own run waiting."""
+    context = SimpleNamespace(get_world_rank=lambda: 2, get_local_rank=lambda: 0)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    runs.lock(config)
+    assert not config.run_path.exists()
 
 
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
