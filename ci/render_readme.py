@@ -52,7 +52,7 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only
 
 if __name__ == "__main__":
     ray.init()
-    make_line_trainer("my-run", steps=24, log=log).fit()
+    fit(make_line_trainer("my-run", steps=24, log=log))
 '''
 
 

@@ -16,17 +16,20 @@ os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # show what workers print only
 import faulthandler
 import logging
 import re
+import secrets
+from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import ray.train
+from etils.epath import Path
+from filelock import FileLock
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
-from ray.train import ScalingConfig, collective
+from ray.train import FailureConfig, ScalingConfig, collective
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 
@@ -89,11 +92,16 @@ def use_assigned_gpus() -> None:
 
 def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
     """Start to save the arrays, on all workers. `about` is kept with them, as JSON."""
-    path = folder / f"step_{step:08d}"
-    saving = orbax.save_async(path, arrays, custom_metadata=about)
+    name = f"step_{step:08d}_{secrets.token_hex(4)}"
+    path = folder / collective.broadcast_from_rank_zero(name)
+    context = orbax.Context()
+    context.atomicity.mode = orbax.options.AtomicityMode.COMMIT_FILE
+    with context:
+        saving = orbax.save_async(path, arrays, custom_metadata=about)
 
     def wait_until_written(checkpoint, name):
         saving.result()
+        checkpoint.filesystem.create_dir(checkpoint.path)  # in gs://, Ray looks for one
         return checkpoint
 
     ray.train.report(
@@ -109,11 +117,14 @@ def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
 
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint, the same on all workers; None if there is none."""
-    name = None
+    name = ""
     if ray.train.get_context().get_world_rank() == 0:
-        names = [path.name for path in folder.glob("step_*")]
-        whole = [name for name in names if re.fullmatch(r"step_\d{8}", name)]
-        name = max(whole, default=None)
+        names = {path.name for path in folder.glob("step_*")}
+        ours = {x for x in names if re.fullmatch(r"step_\d{8}(_[0-9a-f]{8})?", x)}
+        whole = {x for x in ours if (folder / x / "commit_success.txt").exists()}
+        name = max(whole, default="")
+        for dead in (x for x in ours - whole if x[:13] < name[:13]):  # of earlier steps
+            (folder / dead).rmtree()
     name = collective.broadcast_from_rank_zero(name)
     return folder / name if name else None
 
@@ -127,7 +138,9 @@ def named(tree) -> dict[str, jax.Array]:
     """The arrays of a pytree by name, such as momentum.0.trace."""
     name = partial(jax.tree_util.keystr, simple=True, separator=".")
     arrays = jax.tree.leaves_with_path(tree)
-    return {name(path).removesuffix(".value"): x for path, x in arrays}
+    found = {name(path).removesuffix(".value"): x for path, x in arrays}
+    assert len(found) == len(arrays), f"two arrays have one name of {[*found]}"
+    return found
 
 
 def unnamed(arrays: dict[str, jax.Array], like):
@@ -157,7 +170,7 @@ def fit_line_and_survive(settings: dict, log) -> None:
     while step < settings["steps"]:
         state, loss = line_step(state, *map(to_array, read_points(step)))
         step += 1
-        log(folder, step, float(loss))  # in a real run, not each step: it waits
+        log(step, float(loss))  # in a real run, not each step: it waits
         if step % 8 == 0 or step == settings["steps"]:
             if saving:
                 saving.result()  # one at a time
@@ -168,12 +181,10 @@ def fit_line_and_survive(settings: dict, log) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def log(folder: Path, step: int, loss: float) -> None:
-    """Print and keep the loss of a step, on the first worker."""
+def log(step: int, loss: float) -> None:
+    """Print the loss of a step, on the first worker."""
     if ray.train.get_context().get_world_rank() == 0:
         print(f"step {step} | loss {loss:.3g}")
-        with (folder / "losses.csv").open("a") as file:
-            print(step, loss, sep=",", file=file)
 
 
 def make_line_trainer(name: str, steps: int, log) -> JaxTrainer:
@@ -185,7 +196,7 @@ def make_line_trainer(name: str, steps: int, log) -> JaxTrainer:
             name=name,
             storage_path=str(storage),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-            failure_config=ray.train.FailureConfig(max_failures=3),  # then fit() raises
+            failure_config=FailureConfig(max_failures=3, controller_failure_limit=60),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": variables},
         ),
@@ -193,6 +204,14 @@ def make_line_trainer(name: str, steps: int, log) -> JaxTrainer:
     )
 
 
+def fit(trainer: JaxTrainer) -> ray.train.Result:
+    """Train, unless another launch has the run. A bucket has no locks."""
+    path = f"{trainer.run_config.storage_path}/{trainer.run_config.name}/launch.lock"
+    assert ("s3://" in path) == save.__module__.endswith("s3"), f"wrong save: {path}"
+    with nullcontext() if "://" in path else FileLock(path, timeout=150):
+        return trainer.fit()
+
+
 if __name__ == "__main__":
     ray.init()
-    make_line_trainer("my-run", steps=24, log=log).fit()
+    fit(make_line_trainer("my-run", steps=24, log=log))

@@ -20,7 +20,7 @@ from ray.data import DataContext
 from ray.train import ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-from trainkit import buckets, run_log
+from trainkit import run_log
 
 
 def as_worker(function):
@@ -40,9 +40,14 @@ def last_step(config) -> int:
     return max((line["step"] for line in log_of(config)), default=0)
 
 
+def whole(config) -> list[Path]:
+    """The folders of the run's whole checkpoints."""
+    return sorted(path.parent for path in config.run_path.glob("step_*/commit_*"))
+
+
 def saved(config) -> list[str]:
-    """The names of the run's whole checkpoints."""
-    return sorted(path.name for path in config.run_path.glob("step_????????"))
+    """Their names, without what tells one save of a step from another."""
+    return [path.name[:13] for path in whole(config)]
 
 
 RUNNING = []  # what `in_the_background` has started
@@ -144,8 +149,7 @@ def evaluate(tutorial, config, model) -> float:
 def assert_one_worker_continues(tutorial, config) -> None:
     """One worker restores what two saved at the end."""
     abstract = tutorial.abstract_state(config, jax.sharding.get_mesh())
-    search = buckets.newest if "://" in config.storage_path else tutorial.newest
-    path = as_worker(partial(search, config.run_path))
+    path = as_worker(partial(tutorial.newest, config.run_path))
     state = tutorial.unnamed(tutorial.restore(path, tutorial.named(abstract)), abstract)
     last = log_of(config)[-1]
     assert state.step == last["step"]

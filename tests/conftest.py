@@ -19,6 +19,9 @@ os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the pack
 for wait in ("raylet_start_wait_time_s", "gcs_server_port_wait_time_s"):
     os.environ[f"RAY_{wait}"] = "120"  # a machine may be busy
 os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "180"
+# Of gcsfs, for test_gcs.py, in whose server nobody needs keys. Read when it is imported.
+os.environ["FSSPEC_GCS"] = '{"token": "anon", "use_listings_cache": false}'
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{ROOT}/build/jax-cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

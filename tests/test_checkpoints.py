@@ -21,10 +21,13 @@ from accidents import (
     log_of,
     saved,
     wait_for,
+    whole,
 )
+from etils import epath
 from orbax.checkpoint import v1 as orbax
+from pyarrow import fs
 
-from trainkit import buckets, checkpoints, token_files
+from trainkit import checkpoints, s3, token_files
 
 
 @pytest.fixture
@@ -57,8 +60,8 @@ def play(tutorial, cluster, reports):
                 as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
         finally:  # wait for the last save, which a worker's end would end
             for _, how in reports[-1:]:
-                how["checkpoint_upload_fn"](None, "")
-        return [(how["checkpoint_dir_name"], metrics) for metrics, how in reports]
+                how["checkpoint_upload_fn"](how["checkpoint"], "")
+        return [(how["checkpoint_dir_name"][:13], metrics) for metrics, how in reports]
 
     return run
 
@@ -67,13 +70,13 @@ def play(tutorial, cluster, reports):
 def restore(tutorial, config, reports):
     """A function that starts with changes, as the loop does; its state."""
 
-    def restore_by(newest=tutorial.newest, tokens=None, **changes):
+    def restore(tokens=None, **changes):
         changed = replace(config, **changes)
         settings = {"config": asdict(changed), "tokens": tokens}
-        given = changed, tutorial.create_mesh(changed), settings, newest
+        given = changed, tutorial.create_mesh(changed), settings
         return as_worker(lambda: tutorial.start_state(*given))
 
-    return restore_by
+    return restore
 
 
 def test_what_is_logged_saved_and_reported(play, config):
@@ -105,7 +108,7 @@ def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, t
     harmed = replace(config, storage_path=str(tmp_path / "disk"))
     play(config)
     names = saved(config)
-    files = Path(config.run_path / names[turn]).rglob("*")
+    files = Path(whole(config)[turn]).rglob("*")
     free = int(np.random.default_rng().integers(sum(x.stat().st_size for x in files)))
     print(f"{free} bytes are left for {names[turn]}")
 
@@ -130,7 +133,8 @@ def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
     about = {"config": asdict(config), "tokens": None}
     trained = tutorial.create_state(config)
     expected = [np.array(x) for x in jax.tree.leaves(trained)]
-    saving = tutorial.save(config.run_path, tutorial.named(trained), 0, {}, about)
+    given = config.run_path, tutorial.named(trained), 0, {}, about
+    saving = as_worker(lambda: tutorial.save(*given))
     for _ in range(3):
         windows = np.zeros((4, 17), np.uint16)
         trained, _ = tutorial.train_step(trained, windows, config)
@@ -142,18 +146,20 @@ def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
         assert found.sharding.mesh == tutorial.create_mesh(config)
 
 
-def test_ray_records_a_checkpoint_once_it_is_written(tutorial, reports, monkeypatch):
+def test_ray_records_a_checkpoint_once_it_is_written(
+    tutorial, reports, monkeypatch, tmp_path
+):
     """Or its record could name one that isn't whole."""
     saving = Future()
     monkeypatch.setattr(orbax, "save_async", lambda *given, **named: saving)
-    tutorial.save(Path("run"), {}, 8, {})
+    as_worker(lambda: tutorial.save(tmp_path, {}, 8, {}))
     ((_, how),) = reports
     with ThreadPoolExecutor() as pool:
-        recorded = pool.submit(how["checkpoint_upload_fn"], "checkpoint", "")
+        recorded = pool.submit(how["checkpoint_upload_fn"], how["checkpoint"], "")
         with pytest.raises(TimeoutError):
             recorded.result(0.2)
         saving.set_result(None)
-        assert recorded.result() == "checkpoint"
+        assert recorded.result() == how["checkpoint"]
 
 
 def test_the_loop_waits_for_each_save_before_the_next_and_for_the_last(
@@ -163,10 +169,10 @@ def test_the_loop_waits_for_each_save_before_the_next_and_for_the_last(
 
     def note(path, *given, **named):
         saving = save_async(path, *given, **named)
-        events.append(f"begun {path.name[-2:]}")
+        events.append(f"begun {path.name[11:13]}")
         wait = saving.result
         return SimpleNamespace(
-            result=lambda: events.append(f"done {path.name[-2:]}") or wait()
+            result=lambda: events.append(f"done {path.name[11:13]}") or wait()
         )
 
     monkeypatch.setattr(orbax, "save_async", note)
@@ -188,7 +194,7 @@ def test_the_loop_of_step_2_is_guarded_and_waits(
         events.append(f"save {step}")
         return SimpleNamespace(result=lambda: events.append(f"wait {step}"))
 
-    def log(folder, step, loss):
+    def log(step, loss):
         events.append(step)
 
     monkeypatch.setattr(tutorial, "save", note)
@@ -243,12 +249,12 @@ def test_each_node_has_a_copy_of_what_is_in_the_bucket(
     for part in "02":
         (files / part).touch()
         shutil.make_archive(f"{config.run_path}/{name}/{part}", "tar", files, part)
-    other = buckets._copy(config.run_path) / "step_00000004_4_0123abcd"
+    other = s3._copy(config.run_path) / "step_00000004_4_0123abcd"
     other.mkdir(parents=True)
     on_another_node(name)
-    copy = buckets.newest(config.run_path)
+    copy = s3.newest(config.run_path)
     assert {path.name for path in copy.iterdir()} == {"0", "2"} and not other.exists()
-    buckets.save(config.run_path, {"x": np.ones(3)}, 16, {})
+    s3.save(config.run_path, {"x": np.ones(3)}, 16, {})
     assert not copy.exists()
     ((_, how),) = reports
     (config.run_path / how["checkpoint_dir_name"]).mkdir()  # a bucket needs none
@@ -259,17 +265,18 @@ def test_each_node_has_a_copy_of_what_is_in_the_bucket(
 def test_a_tar_file_writes_nothing_elsewhere(tmp_path):
     (tmp_path / "outside").touch()
     (tmp_path / "a").mkdir()
-    with tarfile.open(tmp_path / "0.tar", "w") as packed:
+    (tmp_path / "packed").mkdir()
+    with tarfile.open(tmp_path / "packed/0.tar", "w") as packed:
         packed.add(tmp_path / "outside", "../outside")
-    with (tmp_path / "0.tar").open("rb") as stream, pytest.raises(tarfile.FilterError):
-        buckets.unpack(stream, tmp_path / "a")
+    with pytest.raises(tarfile.FilterError):
+        s3.unpack(fs.LocalFileSystem(), str(tmp_path / "packed"), tmp_path / "a")
 
 
 def test_another_recipe_and_damage_are_named(play, config, restore):
     """With what to do."""
     play(config)
     assert restore(eval_interval=5, max_steps=99).step == 11
-    newest = Path(config.run_path / "step_00000011")
+    newest = Path(whole(config)[-1])
     words = (
         f"{newest} is from another recipe.*: learning_rate was 0.01, is 0.1; seed was"
     )
@@ -279,16 +286,52 @@ def test_another_recipe_and_damage_are_named(play, config, restore):
         half = data.read_bytes()[: data.stat().st_size // 2]
         data.unlink()  # and not in place: a process that still maps it would die
         data.write_bytes(half)
-    for _ in range(2):
-        with pytest.raises(Exception, match=str(newest)):
-            restore()
-        shutil.rmtree(newest)
-        newest.mkdir()  # and nothing in it
-    newest.rmdir()
-    shutil.copytree(
-        config.run_path / "step_00000004", config.run_path / "step_previous"
-    )
+    with pytest.raises(Exception, match=str(newest)):
+        restore()
+    shutil.rmtree(newest)
+    shutil.copytree(whole(config)[0], config.run_path / "step_previous")
     assert restore().step == 8
+
+
+def test_only_the_commit_file_makes_a_checkpoint_whole(tutorial, tmp_path):
+    """Also of those that Orbax has renamed, as earlier versions did. What is unfinished at an
+    earlier step, where nothing will finish it, is deleted, and nothing else is.
+    """
+    arrays = {"x": np.arange(3.0)}
+    orbax.save(tmp_path / "step_00000008", arrays)  # Orbax's own way is to rename
+
+    def found() -> str:
+        path = as_worker(lambda: tutorial.newest(epath.Path(tmp_path)))
+        np.testing.assert_array_equal(tutorial.restore(path, arrays)["x"], arrays["x"])
+        return path.name
+
+    for name in (
+        *("step_00000004", "step_00000004_0123abcd", "step_00000008_0123abcd"),
+        *("step_00000012_0123abcd", "step_00000004.mine", "step_previous"),
+    ):
+        (tmp_path / name).mkdir()
+    half = tmp_path / "step_00000016.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "step_00000008", half)
+    before = {path.name for path in tmp_path.iterdir()}
+    assert found() == "step_00000008"
+    gone = before - {path.name for path in tmp_path.iterdir()}
+    assert gone == {"step_00000004", "step_00000004_0123abcd"}
+    half.rename(tmp_path / "step_00000016_0123abcd")
+    assert found() == "step_00000016_0123abcd"
+
+
+def test_no_two_saves_write_to_one_folder(tutorial, tmp_path, reports):
+    """Of one step, by attempts and launches that know nothing of one another."""
+    arrays = {"x": np.arange(3.0)}
+    for _ in range(2):
+        as_worker(lambda: tutorial.save(tmp_path, arrays, 8, {}).result())
+    assert len({*tmp_path.glob("step_00000008_????????/commit_success.txt")}) == 2
+
+
+def test_two_arrays_of_one_name_are_refused(tutorial):
+    """Before the first save, which would lose one."""
+    with pytest.raises(AssertionError, match="one name of .'x.0'"):
+        tutorial.named({"x": {"0": 1}, "x.0": 2})
 
 
 def test_other_tokens_are_named(play, config, restore, write_bins):
@@ -333,29 +376,35 @@ def test_one_of_several_replicas_reads(shape, by_one):
     assert context.array.loading.use_load_and_broadcast == by_one
 
 
-def test_of_a_bucket_only_whole_checkpoints_count(play, config, restore, monkeypatch):
+def test_of_a_bucket_only_whole_checkpoints_count(
+    tutorial, play, config, restore, monkeypatch
+):
     """Those with the files of all workers, whatever Ray has on record.
 
     The node's other workers wait until one of them has downloaded it.
     """
     play(replace(config, max_steps=5))
-    for name, count in zip(saved(config), (1, 2)):
-        packed = config.run_path / f"{name}_{count}_0123abcd"
-        shutil.make_archive(f"{packed}/0", "tar", config.run_path / name)
-        shutil.rmtree(config.run_path / name)
+    for folder, count in zip(whole(config), (1, 2)):
+        packed = config.run_path / f"{folder.name[:13]}_{count}_0123abcd"
+        shutil.make_archive(f"{packed}/0", "tar", folder)
+        folder.rmtree()
+    dead = config.run_path / "step_00000003_2_0123abcd"
+    dead.mkdir()
+    (dead / "0.tar").touch()
+    monkeypatch.setattr(tutorial, "newest", s3.newest)
     there = []
-    copy = buckets._copy(config.run_path) / "step_00000004_1_0123abcd"
+    copy = s3._copy(config.run_path) / "step_00000004_1_0123abcd"
 
     def barrier() -> None:
         there.append((copy / "state").exists())
 
-    monkeypatch.setattr(buckets.collective, "barrier", barrier)
-    assert restore(buckets.newest).step == 4 and there == [True]
+    monkeypatch.setattr(s3.collective, "barrier", barrier)
+    assert restore().step == 4 and there == [True] and not dead.exists()
     with pytest.raises(ValueError, match="seed was"):
-        restore(buckets.newest, seed=1)
+        restore(seed=1)
     packed = config.run_path / "step_00000004_1_0123abcd/0.tar"
     packed.write_text("damaged")
     with pytest.raises(Exception, match="truncated|file could not be opened"):
-        restore(buckets.newest)
+        restore()
     packed.unlink()
-    assert restore(buckets.newest).step == 0
+    assert restore().step == 0

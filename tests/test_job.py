@@ -72,7 +72,8 @@ def test_a_job_that_is_killed_and_tried_again_continues(submit, tmp_path):
     run = tmp_path / "storage/runs/job"
     changes = {"max_steps": 300, "eval_interval": 50, "log_interval": 10}
     with in_the_background(lambda: submit(**changes)) as finish:
-        wait_for((run / "step_00000050").exists, what="a checkpoint")
+        first = "step_00000050_*/commit_success.txt"
+        wait_for(lambda: any(run.glob(first)), what="a checkpoint")
         for process in psutil.process_iter(["cmdline"]):
             if "build/job.py" in (process.info["cmdline"] or []):
                 process.kill()
@@ -83,4 +84,4 @@ def test_a_job_that_is_killed_and_tried_again_continues(submit, tmp_path):
     assert "job continues at step" in said and "step 300 | " in said
     # No aside: neither step 1's program, which reports this, nor the kill's run.
     assert "points read" not in said
-    assert [path.parent.name for path in run.parent.glob("*/step_*300")] == ["job"]
+    assert [path.parent.name for path in run.parent.glob("*/step_*300_*")] == ["job"]

@@ -3,7 +3,9 @@
 import errno
 import fcntl
 import os
+import time
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,14 +34,16 @@ def test_keys_that_versions_add_and_remove(config, monkeypatch):
         runs.check_recipe("path", {"config": changed, "tokens": None})
 
 
-@pytest.mark.parametrize("name", ["step_00000008_2_0123abcd", "step_00000008"])
+@pytest.mark.parametrize(
+    "name", ["step_00000008_2_0123abcd", "step_00000008_0123abcd", "step_00000008"]
+)
 def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypatch):
     """Before anything is written: it would start over, beside checkpoints."""
     (config.run_path / name).mkdir(parents=True)
-    if name == "step_00000008":  # a folder's, in a bucket
+    if "_2_" not in name:  # a folder's, in a bucket
         monkeypatch.setattr(TrainingConfig, "run_path", config.run_path)
         config = replace(config, storage_path="s3://bucket/runs")
-    with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*copied to"):
+    with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*the form of"):
         runs.check_folder(config)
 
 
@@ -60,19 +64,27 @@ def test_the_first_worker_of_another_node_takes_no_lock(config, monkeypatch):
 
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
     """Who has the run is named; or that the file system has no locks."""
-    monkeypatch.setattr(runs, "_PATIENCE", 1)
+    monkeypatch.setattr(runs, "PATIENCE", 1)
 
     def lock() -> None:
         as_worker(lambda: runs.lock(config))
         runs._lock.release()
 
+    runs.wait_for_workers(config)
+    assert not config.run_path.exists()  # and this leaves nothing
     lock()
-    words = f"run_name: .*/run is in use by process {os.getpid()} .* try again"
+    log = config.run_path / "metrics.jsonl"
+    log.touch()
+    os.utime(log, (0, time.time() - 5_000))
+    last = f"process {os.getpid()} on .*, whose last line is 5,00. s old"
+    words = f"run_name: .*/run is in use by {last}.* delete .*/run/lock"
     with open(config.run_path / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match=words):
-            lock()
-    assert "is locked: waiting for 1 s" in capfd.readouterr().out
+        for enter in (lock, partial(runs.wait_for_workers, config)):  # worker, driver
+            with pytest.raises(RuntimeError, match=words):
+                enter()
+            assert "is locked: waiting for 1 s" in capfd.readouterr().out
+    runs.wait_for_workers(config)
     lock()
 
     def fail(number: int) -> None:

@@ -28,6 +28,7 @@ from accidents import (
     starts_of,
     train_loop_of,
     wait_for,
+    whole,
 )
 from conftest import ROOT, cluster_with_a_head
 from samples import run_from_guide
@@ -50,7 +51,7 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     best = sorted(losses, key=losses.get)[:2]
     assert saved(config) == [f"step_{step:08d}" for step in sorted({last, *best})]
     assert result.metrics["val_loss"] == pytest.approx(losses[last])
-    assert result.checkpoint.path == str(config.run_path / saved(config)[-1])
+    assert result.checkpoint.path == str(whole(config)[-1])
 
     # The model in the best is the one that was evaluated.
     checkpoint = result.get_best_checkpoint("val_loss", "min")
@@ -101,10 +102,11 @@ def survivor(tutorial, reference, tmp_path_factory):
 
     def writing(count: int) -> bool:
         assert process.poll() is None
-        return any(config.run_path.glob("*tmp*")) and len(saved(config)) >= count
+        begun = sorted(path.name[:13] for path in config.run_path.glob("step_*"))
+        return len(saved(config)) >= count and begun[-1] > saved(config)[-1]
 
     with cluster_with_a_head() as head, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_PATIENCE", 1)
+        patch.setattr(runs, "PATIENCE", 1)
         # A node has room for one worker and its data tasks, as the head has.
         head.add_node(num_cpus=3)
         head.wait_for_nodes()

@@ -116,9 +116,9 @@ def start_as(monkeypatch):
 
 
 def test_what_a_worker_does_first(small, start_as, monkeypatch):
-    """While it waits for the first one, which waits for the run, nothing guards it; from then
-    on, it is guarded. It connects to the others before programs compile, some for longer than
-    they would wait. Its datasets read no further ahead than they may.
+    """It is guarded while it waits for the first one, which waits for the run, and then anew.
+    It connects to the others before programs compile, some for longer than they would wait.
+    Its datasets read no further ahead than they may.
     """
     events = []
     monkeypatch.setattr(trainkit.runs, "lock", lambda _: events.append("has the run"))
@@ -127,10 +127,13 @@ def test_what_a_worker_does_first(small, start_as, monkeypatch):
     monkeypatch.setattr(ray.train.collective, "barrier", lambda: events.append("waits"))
     guard = "dump_traceback_later"
     monkeypatch.setattr(
-        trainkit.workers.faulthandler, guard, lambda *_, **how: events.append(how)
+        *(trainkit.workers.faulthandler, guard),
+        lambda seconds, exit: events.append((seconds, exit)),
     )
-    limits = start_as(small())
-    assert events == ["has the run", "waits", {"exit": True}, "connects"]
+    limits = start_as(small(stall_timeout_s=7.0))
+    patience, guarded = trainkit.runs.PATIENCE + 7.0, (7.0, True)
+    events_before = [(patience, True), "has the run", "waits"]
+    assert events == [*events_before, guarded, "connects"]
     assert limits.object_store_memory == 2**28 and limits.cpu == 1
 
 

@@ -13,7 +13,7 @@ accumulation  the mean of a loss or its gradients over a batch in micro-batches
 launch        before workers start: what would fail on them, and what they get
 workers       how each worker starts
 runs          what a launch continues, one at a time
-buckets       checkpoints in a bucket
+s3            checkpoints in s3://, which Orbax can't write
 checkpoints   read once for all replicas; the model in one
 run_log       metrics.jsonl, progress, divergence, a watchdog
 generate      text from a model

@@ -1,9 +1,8 @@
-"""Loads what `save` of the notebook or of `buckets` has written: the state, or the model."""
+"""Loads what `save` has written: the state by one replica, or the model alone."""
 
-import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as orbax
 from ray.train import Checkpoint
 
-from trainkit import buckets
+from trainkit import s3
 from trainkit.config import TrainingConfig
 
 
@@ -31,14 +30,19 @@ def by_one_replica(mesh: jax.sharding.Mesh) -> orbax.Context:
 def load_model(
     checkpoint: Checkpoint, create_model: Callable, named: Callable
 ) -> nnx.Module:
-    """The model in a checkpoint, which may be in a bucket, on this process's first device.
+    """The model in a checkpoint, wherever that is, on this process's first device.
 
     Args:
         create_model: makes a model of a configuration; the checkpoint has the configuration.
         named: the notebook's function, by whose names the arrays were saved.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with _unpacked(checkpoint) as folder:
+    files, folder = checkpoint.filesystem, checkpoint.path
+    kind = files.type_name if files else "local"
+    with tempfile.TemporaryDirectory() as unpacked:
+        if kind == "s3":
+            s3.unpack(files, folder, Path(unpacked))
+        folder = {"s3": unpacked, "gcs": f"gs://{folder}"}.get(kind, folder)
         values = orbax.metadata(folder).custom_metadata["config"]
         # Runs anywhere, on windows of any length.
         values |= {"attention": "xla", "scan_layers": False}
@@ -54,14 +58,3 @@ def load_model(
         with context:
             arrays = orbax.load(folder, abstract)
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
-
-
-@contextlib.contextmanager
-def _unpacked(checkpoint: Checkpoint) -> Iterator[str]:
-    """A folder with a checkpoint's files, also of one in a bucket."""
-    with checkpoint.as_directory() as folder, tempfile.TemporaryDirectory() as unpacked:
-        packed = [*Path(folder).glob("*.tar")]
-        for path in packed:
-            with path.open("rb") as stream:
-                buckets.unpack(stream, unpacked)
-        yield unpacked if packed else folder

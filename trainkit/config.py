@@ -67,6 +67,7 @@ class TrainingConfig(RecipeConfig):
     notice_interval: PositiveInt = 10  # steps; whether a machine will be taken away
     eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
+    controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
     run_name: Annotated[str, Field(pattern="^[^/]+$")] | None = None  # see load_config
@@ -87,11 +88,6 @@ class TrainingConfig(RecipeConfig):
     def recipe(self) -> dict[str, str | int | float | None]:
         """What decides the result, as plain data."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(RecipeConfig)}
-
-    @property
-    def in_bucket(self) -> bool:
-        """Whether runs are kept in an object store."""
-        return "://" in self.storage_path
 
     @property
     def run_path(self) -> epath.Path:

@@ -36,6 +36,7 @@ def check(
     Raises:
         ValueError: the run couldn't be continued, the workers can't share a batch, an array
             can't be sharded, or the model or its loss can't be traced.
+        RuntimeError: workers of another launch have the run.
     """
     runs.check_folder(config)
     devices = _numbers_of_devices(scaling)
@@ -45,6 +46,7 @@ def check(
     for number in devices:
         check_sharding(config, number, abstract_state, loss_fn)
     _compare_with_cluster(scaling)
+    runs.wait_for_workers(config)
 
 
 def settings(config: TrainingConfig) -> dict:

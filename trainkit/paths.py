@@ -17,12 +17,19 @@ def absolute(place: str) -> str:
     place = os.path.expandvars(place.removeprefix("file://"))
     if "$" in place:
         raise ValueError(f"{place} names a variable that isn't set")
-    if "://" in place and "?" in place:
+    if is_object_store(place) and "?" in place:
         raise ValueError(
             f"{place}: in place of what follows the ?, which not all libraries read, set "
             "variables such as AWS_ENDPOINT_URL_S3 on every node"
         )
-    return place if "://" in place else os.path.abspath(os.path.expanduser(place))
+    if is_object_store(place):
+        return place
+    return os.path.abspath(os.path.expanduser(place))
+
+
+def is_object_store(place: str | os.PathLike) -> bool:
+    """Whether files there can't be locked or appended to."""
+    return "://" in os.fspath(place)
 
 
 def path_or_name(name: str) -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ray.train
 from ray.experimental import tqdm_ray
 
+from trainkit import paths
 from trainkit.config import TrainingConfig
 
 # Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
@@ -122,7 +123,7 @@ class _Lines:
 
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None):
         self._path = config.run_path / "metrics.jsonl"
-        self._in_bucket = config.in_bucket
+        self._grows = not paths.is_object_store(self._path)
         texts = self._path.read_text().splitlines() if self._path.exists() else []
         texts = [text for text in texts if text.endswith("}")]  # not those cut off
         self._texts = [text for text in texts if json.loads(text)["step"] <= step]
@@ -136,18 +137,18 @@ class _Lines:
     def add(self, line: dict, saving: bool) -> None:
         text = json.dumps(line)
         print(_format(line))
-        if self._in_bucket:
+        if self._grows:
+            with self._path.open("a") as file:
+                file.write(f"{text}\n")
+        else:
             self._texts.append(text)
             if saving:
                 self._write()
-        else:
-            with self._path.open("a") as file:
-                file.write(f"{text}\n")
         self._unsent.put(line)
 
     def close(self) -> None:
         self.bar.close()
-        if self._in_bucket:
+        if not self._grows:
             self._write()
         self._unsent.put(None)
         self._sender.join(_PATIENCE)
@@ -166,7 +167,7 @@ class _Lines:
                 )
 
     def _write(self) -> None:
-        """Write all lines or none: the disk may be full, and objects in buckets can't grow."""
+        """Write all lines or none: the disk may be full, and objects in a bucket can't grow."""
         new = self._path.with_suffix(".new")
         new.write_text("".join(f"{text}\n" for text in self._texts))
         new.replace(self._path)
@@ -193,7 +194,7 @@ def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
     """What this start of a run continues with, and what a device holds of the state."""
     step = int(arrays["step"])
     begun = "is new; with this run_name, a launch continues it"
-    if config.in_bucket:
+    if paths.is_object_store(config.storage_path):
         begun += ", and nothing keeps two launches out of a bucket"
     if step:
         begun = f"continues at step {step}, with the same recipe and tokens; "

@@ -1,8 +1,8 @@
 """What keeps a run one: its name, its folder for one launch at a time, its recipe and tokens.
 
 The notebook's `newest`, `save`, and `restore` know nothing of recipes and launches. A launch
-calls `check_folder` before workers start, `lock` on the first worker, and `check_recipe`
-between `newest` and `restore`.
+calls `check_folder` and `wait_for_workers` before workers start, `lock` on the first worker,
+and `check_recipe` between `newest` and `restore`.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from etils import epath
 from filelock import FileLock, Timeout
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import buckets
+from trainkit import paths, s3
 from trainkit.config import RecipeConfig, TrainingConfig
 
-_PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
+PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
+_HOLDER = "locked-by.txt"
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
 _lock: FileLock | None = None  # held until this process ends, however it does
 
@@ -44,14 +45,14 @@ def check_folder(config: TrainingConfig) -> None:
             f"storage_path: {config.storage_path} is in a job's copy of this folder, which Ray "
             "deletes. Set storage_path and data_dir to folders that all nodes share."
         )
-    form = r"step_\d{8}" if config.in_bucket else buckets.NAME
+    is_s3 = config.storage_path.startswith("s3://")
+    form = r"step_\d{8}(_[0-9a-f]{8})?" if is_s3 else s3.NAME
     names = [path.name for path in config.run_path.glob("step_*")]
     if other := [name for name in names if re.fullmatch(form, name)]:
-        here, there = ("a bucket", "a folder")[:: 1 if config.in_bucket else -1]
         raise ValueError(
-            f"storage_path: {config.run_path} has {other[0]}, a checkpoint that was written "
-            f"to {there} and copied to {here}, where it can't be read. Continue the run where "
-            "it was, or choose another run_name."
+            f"storage_path: {config.run_path} has {other[0]}, a checkpoint in the form of "
+            f"{'other storage' if is_s3 else 's3://'}, which can't be read here. Continue the "
+            "run where it was, or choose another run_name."
         )
 
 
@@ -85,34 +86,60 @@ def check_recipe(path: epath.PathLike, settings: Mapping) -> None:
         )
 
 
-def lock(config: TrainingConfig) -> None:
-    """Keep other launches out of the run's folder, on the first worker, until it ends.
+def wait_for_workers(config: TrainingConfig) -> None:
+    """Wait until no worker of an earlier launch has the run: they may outlive their driver.
 
     Raises:
-        RuntimeError: workers of another launch have the run.
+        RuntimeError: one has it for longer than the file system keeps a dead node's lock.
+    """
+    if not paths.is_object_store(config.run_path) and config.run_path.exists():
+        _acquire(config).release()
+
+
+def lock(config: TrainingConfig) -> None:
+    """Keep workers of other launches out of the run's folder, on the first worker.
+
+    Raises:
+        RuntimeError: another one has the run.
     """
     global _lock
-    if config.in_bucket or ray.train.get_context().get_world_rank():
-        return  # an object store has no locks
-    config.run_path.mkdir(parents=True, exist_ok=True)
-    file = config.run_path / "lock"
-    holder = config.run_path / "locked-by.txt"
-    _lock = FileLock(file, fallback_to_soft=False)
+    folder = config.run_path
+    if paths.is_object_store(folder) or ray.train.get_context().get_world_rank():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _lock = None  # of an earlier run of this process
+    _lock = _acquire(config)
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    (folder / _HOLDER).write_text(f"{place}, since {time.ctime()}")
+
+
+def _acquire(config: TrainingConfig) -> FileLock:
+    """The workers' lock, which isn't held where the file system has none."""
+    folder = config.run_path
+    lock = FileLock(folder / "lock", fallback_to_soft=False)
     try:
         with contextlib.suppress(Timeout):
-            _lock.acquire(timeout=1)
-        if not _lock.is_locked:
-            print(f"{config.run_path} is locked: waiting for {_PATIENCE} s at most")
-            _lock.acquire(timeout=_PATIENCE)
+            lock.acquire(timeout=1)
+        if not lock.is_locked:
+            print(f"{folder} is locked: waiting for {PATIENCE} s at most")
+            lock.acquire(timeout=PATIENCE)
     except Timeout:
-        other = holder.read_text() if holder.exists() else "a launch that just starts"
         raise RuntimeError(
-            f"run_name: {config.run_path} is in use by {other}. Wait for it, end "
-            "it, or choose another run_name. If its node died, try again in some minutes."
+            f"run_name: {folder} is in use by {_describe_holder(folder)}. Wait for it, end it, "
+            "or choose another run_name. If its node died, try again in some minutes. Only if "
+            f"you know that the node is gone, and this stays, delete {folder}/lock."
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        print(f"{config.run_path} has no locks: don't launch this run twice ({error})")
-    place = f"process {os.getpid()} on {socket.gethostname()}"
-    holder.write_text(f"{place}, since {time.ctime()}")
+        print(f"{folder} has no locks: don't launch this run twice ({error})")
+    return lock
+
+
+def _describe_holder(folder: epath.Path) -> str:
+    """Who has the run's lock, and how long ago it wrote its last line."""
+    holder, log = folder / _HOLDER, folder / "metrics.jsonl"
+    said = holder.read_text() if holder.exists() else "a launch that just starts"
+    if log.exists():
+        said += f", whose last line is {time.time() - log.stat().mtime:,.0f} s old"
+    return said

@@ -23,7 +23,8 @@ _PAUSE = 0.01  # seconds
 def start(settings: dict) -> TrainingConfig:
     """Start as one of the workers; only one launch has the run, with the same tokens on all.
 
-    From here on, a worker that hangs for `stall_timeout_s` ends, and prints where.
+    From here on, a worker that hangs for `stall_timeout_s` ends, and prints where. The wait for
+    the run isn't counted.
 
     Args:
         settings: those of `launch.settings`; without token files, `tokens` is None.
@@ -33,6 +34,8 @@ def start(settings: dict) -> TrainingConfig:
         ValueError: this node has other tokens, or devices that can't share a batch.
     """
     config = TrainingConfig(**settings["config"])
+    # A shared folder may be dead on the first worker, for which the others wait.
+    faulthandler.dump_traceback_later(runs.PATIENCE + config.stall_timeout_s, exit=True)
     runs.lock(config)
     ray.train.collective.barrier()  # for as long as it takes, where JAX would give up
     faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True)  # see RunLog

@@ -1,19 +1,18 @@
-"""Checkpoints in a bucket, with the names and arguments of the notebook's functions.
+"""`newest` and `save` for `s3://`, where Orbax can't write, in place of the notebook's.
 
-In a bucket nothing can be renamed, so a checkpoint there is one tar file of each worker, and
-whole if it has the files of all workers, whose number is in its name.
+A checkpoint is one tar file of each worker, and whole if it has the files of all workers, whose
+number is in its name.
 """
 
 import os
 import re
+import secrets
 import shutil
 import tarfile
 import tempfile
-import uuid
-from collections.abc import Callable
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO
 
 import ray.train
 from etils import epath
@@ -21,25 +20,14 @@ from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 from ray.train import Checkpoint, collective
 
-from trainkit.config import TrainingConfig
-
-NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, attempt
-
-
-def choose(
-    config: TrainingConfig, newest_in_folder: Callable, save_to_folder: Callable
-) -> tuple[Callable, Callable]:
-    """`newest` and `save` for where the configuration keeps its runs."""
-    if config.in_bucket:
-        return newest, save
-    return newest_in_folder, save_to_folder
+NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, save
 
 
 def newest(folder: epath.PathLike) -> Path | None:
     """A copy of the run's newest whole checkpoint, on this node; None if there is none.
 
-    The first worker searches, and one worker of each node downloads. Other checkpoints' copies
-    are deleted.
+    The first worker searches, and deletes parts of those before that never became whole. One
+    worker of each node downloads. Other checkpoints' copies are deleted.
     """
     context = ray.train.get_context()
     shutil.rmtree(_staging(folder), ignore_errors=True)  # of a worker that was killed
@@ -49,19 +37,20 @@ def newest(folder: epath.PathLike) -> Path | None:
         found = files.get_file_info(
             fs.FileSelector(root, recursive=True, allow_not_found=True)
         )
-        names = [Path(x.path).parent.name for x in found if x.path.endswith(".tar")]
-        named = filter(None, map(NAME.fullmatch, {*names}))
-        whole = [x[0] for x in named if names.count(x[0]) == int(x[1])]
+        tars = Counter(Path(x.path).parts[-2] for x in found if x.extension == "tar")
+        named = [match for match in map(NAME.fullmatch, tars) if match]
+        whole = {match[0] for match in named if tars[match[0]] == int(match[1])}
         name = max(whole, default=None)
+        for other in {match[0] for match in named} - whole:
+            if name and other[:13] < name[:13]:  # an earlier step's
+                files.delete_dir(f"{root}/{other}")
     name = collective.broadcast_from_rank_zero(name)
     if name is None:
         return None
     copy = _copy(folder)
     if context.get_local_rank() == 0:
         shutil.rmtree(copy, ignore_errors=True)
-        for each in files.get_file_info(fs.FileSelector(f"{root}/{name}")):
-            with files.open_input_stream(each.path) as stream:
-                unpack(stream, copy / name)
+        unpack(files, f"{root}/{name}", copy / name)
     collective.barrier()
     return copy / name
 
@@ -76,8 +65,8 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
     options.asynchronous.create_directories_asynchronously = False
     options.array.saving.use_ocdbt = False  # whose files have one name on all workers
     options.array.saving.use_replica_parallel = False
-    # Of each attempt; Ray takes the first worker's. What killed workers uploaded stays.
-    name = f"step_{step:08d}_{context.get_world_size()}_{uuid.uuid4().hex[:8]}"
+    # Of each save; Ray takes the first worker's.
+    name = f"step_{step:08d}_{context.get_world_size()}_{secrets.token_hex(4)}"
     local = _staging(folder) / name
     with options:
         checkpointer = orbax.training.Checkpointer(local)
@@ -113,14 +102,18 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
     return uploaded  # so that, before the next one, the loop waits for it
 
 
-def unpack(stream: IO[bytes], folder: str | Path) -> None:
-    """Write the files of a worker's tar file.
+def unpack(files: fs.FileSystem, path: str, folder: Path) -> None:
+    """Write what is in the tar files of a checkpoint to a folder.
 
     With Python 3.11.4 or later, an entry that would be outside of the folder is refused.
     """
-    with tarfile.open(fileobj=stream, mode="r|") as packed:
-        packed.extraction_filter = getattr(tarfile, "data_filter", None)
-        packed.extractall(folder)
+    for each in files.get_file_info(fs.FileSelector(path)):
+        with (
+            files.open_input_stream(each.path) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as packed,
+        ):
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)
+            packed.extractall(folder)
 
 
 def _open(folder: epath.PathLike) -> tuple[fs.FileSystem, str]:

@@ -1,0 +1,130 @@
+"""Runs in Google's storage, on a server of it, by step 2's functions."""
+
+import http.server
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import gcsfs
+import numpy as np
+import pytest
+from accidents import (
+    assert_one_worker_continues,
+    in_the_background,
+    kill,
+    log_of,
+    saved,
+    starts_of,
+    train_loop_of,
+    wait_for,
+)
+from conftest import start_ray, stop_ray
+from places import GoogleStorage
+
+from trainkit import checkpoints
+
+
+@pytest.fixture(scope="module")
+def google(tmp_path_factory):
+    """A server that the processes of a new cluster may use."""
+    server = GoogleStorage(tmp_path_factory.mktemp("google"), "filesystem")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        server.start()
+        stop_ray()
+        start_ray()
+        yield server
+        stop_ray()
+        server.stop()
+
+
+@pytest.fixture
+def run(reference, google, tmp_path):
+    """A function: the reference's configuration, with changes, in the bucket."""
+    there = {"run_name": "a-run", "storage_path": f"gs://models{tmp_path}"}
+    return lambda **changes: replace(reference, **there, **changes)
+
+
+def assert_equal_so_far(config, reference) -> None:
+    """Of what was logged, each step once, bit for bit."""
+    lines = log_of(config)
+    for key in ("step", "loss", "val_loss"):
+        expected = [x.get(key) for x in log_of(reference)[: len(lines)]]
+        assert [x.get(key) for x in lines] == expected
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed(tutorial, run, reference):
+    """The run ends as if nothing had happened. The best checkpoints and the latest are kept,
+    and the model in the best is read from there.
+    """
+    config, loop = run(max_steps=24), train_loop_of(tutorial, 0.02)
+    fit = partial(tutorial.fit, tutorial.make_trainer(config, loop))
+    with in_the_background(fit) as finish:
+        wait_for(lambda: saved(config), what="a checkpoint")
+        time.sleep(0.5)
+        kill(config, 1)
+        result = finish()
+    assert len(starts_of(config)) == 2
+    assert_equal_so_far(config, reference)
+    losses = {x["step"]: x["val_loss"] for x in log_of(config) if "val_loss" in x}
+    assert [*losses] == [8, 16, 24]
+    assert {int(name[5:]) for name in saved(config)} >= {
+        24,
+        min(losses, key=losses.get),
+    }
+    checkpoint = result.get_best_checkpoint("val_loss", "min")
+    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    assert model.config == config
+    assert_one_worker_continues(tutorial, config)
+
+
+@pytest.mark.extra
+def test_an_outage_and_another_mesh(tutorial, run, google, reference):
+    """The server ends during a save, and comes back. Then the run continues with its state
+    sharded over both workers.
+    """
+    config, loop = run(max_steps=24), train_loop_of(tutorial, 0.1)
+
+    def saving() -> bool:
+        begun = {path.name[:13] for path in config.run_path.glob("step_*")}
+        return bool(saved(config)) and len(begun) > len(saved(config))
+
+    fit = partial(tutorial.fit, tutorial.make_trainer(config, loop))
+    with in_the_background(fit) as finish:
+        wait_for(saving, pause=0.005, what="a second save")
+        google.stop()
+        time.sleep(5)
+        google.start()
+        assert finish().metrics["step"] == config.max_steps
+    assert_equal_so_far(config, reference)
+
+    more = run(max_steps=40, fsdp=2)
+    assert tutorial.fit(tutorial.make_trainer(more, loop)).metrics["step"] == 40
+    losses, expected = ([x["loss"] for x in log_of(c)] for c in (config, reference))
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+
+class Refuse(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(403, "the caller does not have permission")
+
+    do_POST = do_GET
+
+    def log_message(self, *about) -> None:
+        pass
+
+
+@pytest.mark.extra
+def test_keys_that_are_wrong_are_refused_on_the_driver(tutorial, run, monkeypatch):
+    """Before workers start."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        with pytest.raises(OSError, match="(?i)forbidden|permission"):
+            tutorial.make_trainer(run(), tutorial.train_loop_per_worker)
+        server.shutdown()
