@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -27,7 +28,11 @@ def as_worker(function):
     """What `function` returns, which Ray Train runs as its only worker, in this process."""
     alone = ScalingConfig(num_workers=0)
     with DataContext.current(DataContext.get_current().copy()):  # it sets limits
-        return JaxTrainer(lambda: function(), scaling_config=alone).fit().return_value
+        try:
+            trainer = JaxTrainer(lambda: function(), scaling_config=alone)
+            return trainer.fit().return_value
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # an error leaves the guard
 
 
 def log_of(config) -> list[dict]:

@@ -61,7 +61,7 @@ def printed(cells) -> str:
 
 def training_of(cells) -> str:
     """What the training cell printed."""
-    return printed([c for c in cells if "result = make_trainer(" in c.source])
+    return printed([c for c in cells if "result = fit(make_trainer(" in c.source])
 
 
 @pytest.mark.slow
