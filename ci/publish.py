@@ -32,13 +32,13 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 def carried_files() -> dict[str, Path]:
     """The files that come along as they are, by their paths in the checkout."""
-    patterns = ("LICENSE", ".gitignore", "trainkit/*.*", "configs/*.yaml")
+    patterns = ("LICENSE", ".gitignore", "trainkit/*.*", "configs/*.yaml", "ci/job.sh")
     paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     shown = re.findall(r"\]\((images/[^)]+)\)", (ROOT / "README.md").read_text())
     paths += [ROOT / image for image in shown]
     files = {f"{FOLDER}/{path.relative_to(ROOT)}": path for path in paths}
     tests = [ROOT / f"tests/{name}.py" for name in TESTS]
-    for path in [ROOT / "ci/notebook_module.py", *tests]:
+    for path in [ROOT / "ci/notebook_module.py", PLACE / "on_gpus.py", *tests]:
         files[f"{FOLDER}/tests/{path.name}"] = path
     files[f"{FOLDER}/requirements.txt"] = PLACE / "requirements.txt"
     files[f"tests/{NAME}/tests.sh"] = PLACE / "tests.sh"

@@ -3,17 +3,22 @@
 import re
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
+from ray.train import ScalingConfig
 from ruamel.yaml import YAML
-from samples import run_from_guide
 
 from trainkit.config_files import load_config
 
 FOLDER = ROOT / "configs/compute"
 
 
-def spec_of(name: str) -> dict:
+def job_of(name: str) -> dict:
     return YAML(typ="safe").load(FOLDER / name)["spec"]
+
+
+def spec_of(name: str) -> dict:
+    return job_of(name)["rayClusterSpec"]
 
 
 def workers_of(name: str) -> list[tuple[dict, dict, dict]]:
@@ -24,36 +29,62 @@ def workers_of(name: str) -> list[tuple[dict, dict, dict]]:
     return [*zip(groups, pods, limits)]
 
 
-def test_kuberay_nodes_are_those_that_the_notebook_asks_for(tutorial):
-    """A TPU slice; and the guide's nodes of eight GPUs, of which the 7B model needs four."""
+def scaling_of(name: str) -> ScalingConfig:
+    return ScalingConfig(**load_config(ROOT / "configs" / name, "storage").scaling)
+
+
+def test_kuberay_nodes_are_those_that_configurations_ask_for():
+    """A TPU slice; and nodes of eight GPUs, of which the 7B model needs four."""
     ((group, pod, limits),) = workers_of("kuberay-tpu-v6e.yaml")
-    scaling = tutorial.SCALING["v6e_4x4"]
+    scaling = scaling_of("gpt2-124m-tpu-v6e.yaml")
     topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
     assert (topology, group["numOfHosts"]) == (scaling.topology, scaling.num_workers)
     assert limits["google.com/tpu"] == str(scaling.resources_per_worker["TPU"])
 
-    config = load_config(ROOT / "configs/gpt2-7b-gpu.yaml", "storage")
-    run_from_guide(f'SCALING["{config.machines}"]', vars(tutorial))
-    scaling = tutorial.SCALING[config.machines]
+    scaling = scaling_of("gpt2-7b-gpu.yaml")
     *with_gpus, _ = workers_of("kuberay-gpu.yaml")
     for _, _, limits in with_gpus:
         assert limits["nvidia.com/gpu"] == str(scaling.resources_per_worker["GPU"])
-    config.layout(scaling.num_workers * scaling.num_gpus_per_worker)
+    assert sum(group["maxReplicas"] for group, _, _ in with_gpus) >= scaling.num_workers
 
 
-def test_a_job_has_the_cluster_of_the_other_file_and_a_run_to_continue():
-    """No workers on the head, and time for a notice before a pod is killed."""
-    job, cluster = spec_of("kuberay-gpu-job.yaml"), spec_of("kuberay-gpu.yaml")
-    assert job["rayClusterSpec"] == cluster
-    _, script, config, name = job["entrypoint"].split()
-    load_config(ROOT / config, "storage", run_name=name)
-    assert (ROOT / Path(script).relative_to("/home/ray/gpt2")).exists()
+JOBS = ["kuberay-gpu.yaml", "kuberay-tpu-v6e.yaml"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_has_a_run_to_continue_and_time_for_a_notice(name):
+    """No workers on the head, and pods are killed later than their workers are to save."""
+    job, cluster = job_of(name), spec_of(name)
+    check_command(job["entrypoint"])
     assert job["backoffLimit"] and job["ttlSecondsAfterFinished"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for group, pod, _ in workers_of("kuberay-gpu.yaml"):
-        assert group["replicas"] == group["minReplicas"] == 0
-        for variable in pod["containers"][0].get("env", []):
+    for group, pod, limits in workers_of(name):
+        assert group["replicas"] == group["minReplicas"] == ("tpu" in name)
+        if {*limits} - {"memory", "cpu"}:  # it trains
+            (variable,) = pod["containers"][0]["env"]
             assert int(variable["value"]) < pod["terminationGracePeriodSeconds"]
+
+
+def check_command(command: str) -> None:
+    """That of a job: with a configuration, a name, and keys to change."""
+    _, script, config, name, *changes = command.split()
+    script = Path(script)
+    if script.is_absolute():
+        script = script.relative_to("/home/ray/gpt2")
+    assert (ROOT / script).exists()
+    config = load_config(ROOT / config, "storage", run_name=name)
+    assert {x.partition("=")[0] for x in changes} <= {"scaling.num_workers"}
+
+
+def test_an_anyscale_job_has_the_machines_of_the_other_file():
+    """Of which it uses all GPUs."""
+    job, machines = (
+        YAML(typ="safe").load(FOLDER / x) for x in ("anyscale-job.yaml", "aws.yaml")
+    )
+    assert job["compute_config"] == machines
+    check_command(job["entrypoint"])
+    assert job["entrypoint"].endswith("scaling.num_workers=4") and job["max_retries"]
+    assert (ROOT / job["requirements"]).exists()
 
 
 def test_images_have_the_pinned_ray():

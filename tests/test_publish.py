@@ -1,5 +1,6 @@
 """What ci/publish.py writes into a checkout of the registry that publishes the page."""
 
+import os
 import re
 import subprocess
 import sys
@@ -76,6 +77,42 @@ def test_addresses_on_the_page_lead_to_files(registry):
     assert {*pictures} == {f"{raw}/{publish.FOLDER}"}
     with pytest.raises(SystemExit, match="names no/file.md, which isn't there"):
         publish.absolute("[a](no/file.md)", SOURCE)
+
+
+def test_registrys_test_trains_on_all_gpus_of_its_machines(registry):
+    """Which its compute files say, in words; and with the command of its guide."""
+    script = (registry / f"tests/{publish.NAME}/tests.sh").read_text()
+    (gpus,) = re.findall(r"^gpus=(\d)", script, re.M)
+    edits = re.findall(r"sed (-e .*?) configs/stories.yaml", script, re.S)[0]
+    edits = edits.replace("\\\n", "").replace("$gpus", gpus).replace("'", '"')
+    text = (registry / publish.FOLDER / "configs/stories.yaml").read_text()
+    command = ["bash", "-c", f"sed {edits}"]
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, check=True
+    )
+    keys = YAML(typ="safe").load(done.stdout)
+    assert keys["scaling"] == {"num_workers": int(gpus), "use_gpu": True}
+    assert (keys["max_steps"], keys["eval_interval"]) == (40, 20)
+    for machine in ("g5.12xlarge", "g2-standard-48-nvidia-l4-4"):  # of four GPUs each
+        files = (registry / f"configs/{publish.NAME}").iterdir()
+        assert any(machine in path.read_text() for path in files) and gpus == "4"
+    assert (registry / publish.FOLDER / "ci/job.sh").exists()
+
+
+@pytest.mark.slow
+def test_what_runs_on_gpus_fails_with_its_tests(registry, tmp_path, head):
+    """Here on a node that says that it has two, without what is to be installed."""
+    head.add_node(num_cpus=1, num_gpus=2)
+    head.wait_for_nodes()
+    script = (registry / publish.FOLDER / "tests/on_gpus.py").read_text()
+    script = re.sub(r', "pip": packages', "", script)
+    (tmp_path / "on_gpus.py").write_text(script)
+    for text, code in (("def test(): pass", 0), ("def test(): assert False", 1)):
+        (tmp_path / "test_one.py").write_text(text)
+        command = [sys.executable, "on_gpus.py", "2", "test_one.py"]
+        address = {"RAY_ADDRESS": head.address}
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | address)
+        assert done.returncode == code
 
 
 @pytest.mark.slow
