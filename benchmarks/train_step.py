@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from ray.train import ScalingConfig
 
 from trainkit import launch, run_log
 from trainkit.config import TrainingConfig
@@ -141,7 +142,7 @@ def main() -> None:
         rows["the original tutorial"] = original_step, options.original
     if options.config:  # each process starts with a worker's environment
         config = load_config(options.config, "storage")
-        scaling = common.load_notebook().SCALING[config.machines]
+        scaling = ScalingConfig(**config.scaling)
         for name, value in launch.environment(config, scaling).items():
             os.environ[name] = os.path.expandvars(value)
     else:

@@ -1,6 +1,8 @@
 """What a benchmark makes of the times that it measures."""
 
 import os
+import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -46,3 +48,19 @@ def test_a_table_has_the_medians_and_compares_them_with_ours(monkeypatch, capsys
     table = capsys.readouterr().out
     assert "| ours | cpu | 300 | 1.00 | 40.0% |" in table
     assert table.count(", eager | cpu | 150 | 0.50 | - |") == 1
+
+
+@pytest.mark.extra
+def test_a_rehearsal(tmp_path):
+    """On two workers. Two cores don't train twice as fast as one device, which uses both."""
+    script = [sys.executable, "benchmarks/rehearse.py", "configs/smoke.yaml"]
+    command = [*script, "--storage", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", done.stdout, re.M))
+    assert rows["gradients and attention beside float32"] == "passed", done.stderr
+    assert rows["continued from step"] == "16"
+    assert (
+        rows["largest difference of a loss that was computed twice"] == "0 in 5 steps"
+    )
+    assert rows["fell short"] in ("nothing", "scaling") and 0 <= done.returncode < 2
+    assert done.returncode == (rows["fell short"] != "nothing")
