@@ -65,20 +65,11 @@ def read_points(step: int) -> tuple[np.ndarray, np.ndarray]:
     return mine, 3 * mine + 1
 
 
-SCALING = {
-    "cpu": ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
-    "gpu": ScalingConfig(num_workers=1, use_gpu=True),  # one worker for each GPU
-    "v6e_4x4": ScalingConfig(  # a TPU slice: 4 hosts with 4 chips each
-        num_workers=4,
-        use_tpu=True,
-        topology="4x4",
-        accelerator_type="TPU-V6E",
-        resources_per_worker={"TPU": 4},
-    ),
-}
-scaling = SCALING["cpu"]
+scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
 platform = "tpu" if scaling.use_tpu else "cuda" if scaling.use_gpu else "cpu"
 variables = {"JAX_PLATFORMS": platform, "grpc_proxy": ""}  # no proxy between workers
+if scaling.use_gpu:  # where GKE has the driver; no CUDA libraries but JAX's own
+    variables["LD_LIBRARY_PATH"] = "/usr/local/nvidia/lib64"
 
 
 def jax_config(scaling: ScalingConfig) -> JaxConfig:

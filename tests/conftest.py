@@ -154,6 +154,9 @@ def head():
         yield cluster
 
 
+CPUS = {"num_workers": 2, "resources_per_worker": {"CPU": 0.5}}
+
+
 def small_config(folder: Path, **changes) -> TrainingConfig:
     """A small configuration with its storage in a folder, for two workers on CPUs."""
     values = {
@@ -161,7 +164,7 @@ def small_config(folder: Path, **changes) -> TrainingConfig:
         **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
         **{"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 4},
         **{"decay_steps": 40, "max_steps": 20, "log_interval": 1, "eval_interval": 10},
-        **{"eval_steps": 2, "machines": "cpu", "run_name": "run"},
+        **{"eval_steps": 2, "scaling": CPUS, "run_name": "run"},
         **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
     }
     return TrainingConfig(**(values | changes))

@@ -187,7 +187,7 @@ def test_the_loop_of_step_2_is_guarded_and_waits(
     tutorial, tmp_path, monkeypatch, reports
 ):
     """From its start to its end, anew in each step, and while it waits for each save."""
-    events, save, guard = [], tutorial.save, tutorial.faulthandler
+    events, save = [], tutorial.save
 
     def note(folder, arrays, step, metrics):
         save(folder, arrays, step, metrics).result()
@@ -199,11 +199,11 @@ def test_the_loop_of_step_2_is_guarded_and_waits(
 
     monkeypatch.setattr(tutorial, "save", note)
     monkeypatch.setattr(tutorial, "optimizer", optax.sgd(0.2), raising=False)
-    later = "dump_traceback_later"
-    monkeypatch.setattr(guard, later, lambda seconds, exit: events.append("guard"))
-    monkeypatch.setattr(
-        guard, "cancel_dump_traceback_later", lambda: events.append("end")
+    guard = SimpleNamespace(
+        dump_traceback_later=lambda seconds, exit: events.append("guard"),
+        cancel_dump_traceback_later=lambda: events.append("end"),
     )
+    monkeypatch.setattr(tutorial, "faulthandler", guard)
     for steps in (9, 10):
         settings = {"folder": str(tmp_path), "steps": steps}
         as_worker(partial(tutorial.fit_line_and_survive, settings, log))

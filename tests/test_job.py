@@ -18,9 +18,12 @@ from samples import python
 
 
 def test_a_signal_to_the_job_reaches_the_program(tmp_path):
-    """It is bash's process, and has the run's name and the package. Its notebook is small."""
+    """It is bash's process, and has the run's name and the package, and the keys that were
+    changed. Its notebook is small.
+    """
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
-    (tmp_path / "keys.yaml").write_text("run_name: other\nmax_steps: 3")
+    keys = "run_name: other\nmax_steps: 3\nscaling: {num_workers: 1, use_gpu: true}"
+    (tmp_path / "keys.yaml").write_text(keys)
     source = "import os, pathlib, time\n"
     source += "text = pathlib.Path(os.environ['GPT2_CONFIG']).read_text()\n"
     source += "pathlib.Path('told').write_text(f'{text} {os.getpid()}')\ntime.sleep(60)"
@@ -30,11 +33,19 @@ def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     small = nbformat.v4.new_notebook(cells=cells, metadata=about)
     nbformat.write(small, tmp_path / "README.ipynb")
     command = ["bash", tmp_path / "ci/job.sh", "keys.yaml", "7"]
+    done = subprocess.run(
+        [*command, "seed"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode and "seed: expected KEY=VALUE" in done.stderr
+    command += ["scaling.num_workers=16", "seed=2", "beta2=.9"]
     with subprocess.Popen(command, cwd=tmp_path) as job:
         wait_for((tmp_path / "told").exists, 60, what="the program")
         told = (tmp_path / "told").read_text()
         job.terminate()
-    assert told == f"max_steps: 3\nrun_name: '7'\n {job.pid}"
+    told, _, pid = told.rpartition(" ")
+    expected = {"max_steps": 3, "run_name": "7", "seed": 2, "beta2": 0.9}
+    expected["scaling"] = {"num_workers": 16, "use_gpu": True}
+    assert YAML(typ="safe").load(told) == expected and pid == str(job.pid)
     assert job.returncode == -signal.SIGTERM
 
 

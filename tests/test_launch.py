@@ -1,6 +1,7 @@
 """What is refused or said before workers start, and what they start with."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,8 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
         ({"num_workers": 2, "use_gpu": True}, {"fsdp": 4}, "2 devices: .*fsdp .* .4"),
         ({"num_workers": 2, **NODE}, {}, "16 devices: .* 16 to divide"),  # its GPUs
         ({"num_workers": 4, **SLICE}, {}, "16 devices: .* 16 to divide"),  # its chips
+        ({"num_workers": 8, **SLICE}, {"fsdp": 32}, "is 32: .*the 16 chips of a slice"),
+        ({"num_workers": (4, 8), **SLICE}, {"fsdp": 3}, "is 3: .*16 chips"),
         ({"num_workers": 0}, {}, "num_workers: expected 1 or more, found 0"),
     ],
 )
@@ -56,8 +59,8 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
 
 def test_an_elastic_run_grows_by_whole_slices():
     """Numbers of workers between them needn't divide the batch."""
-    scaling = ScalingConfig(num_workers=(4, 12), **SLICE)
-    assert trainkit.launch._numbers_of_devices(scaling) == [16, 32, 48]
+    scaling = ScalingConfig(num_workers=(8, 16), **SLICE)
+    assert trainkit.launch._numbers_of_devices(scaling) == [32, 48, 64]
 
 
 FAILS = [  # on the workers, otherwise
@@ -118,13 +121,11 @@ def test_the_model_that_the_notebook_makes_is_looked_at(
         tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 
-def test_what_the_cluster_lacks_is_said(
-    tutorial, cluster, small, write_bins, capsys, monkeypatch
-):
+def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, capsys):
     """Then Ray waits, for an hour. What it has and no worker uses is said, too, and whether a
     CPU is left to read batches.
     """
-    config = write_bins(small(batch_size=840, machines="many"))
+    config = write_bins(small(batch_size=840))
     unused = "The cluster has 2 GPUs, and the workers use 0 of them.\n$"
     full = f"^The workers take all CPUs, and .* wait .*\n{unused}"
     asked = "ask for .*8.*cluster has .*4"
@@ -136,9 +137,8 @@ def test_what_the_cluster_lacks_is_said(
         ({"num_workers": 8}, asked),
         ({"num_workers": 3} | gpus, "^The .* ask for .*'GPU': 3.* has .*'GPU': 2"),
     ):
-        scaling = ScalingConfig(**options)
-        monkeypatch.setitem(tutorial.SCALING, "many", scaling)
-        trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+        changed = replace(config, scaling=options)
+        trainer = tutorial.make_trainer(changed, tutorial.train_loop_per_worker)
         assert re.search(words, capsys.readouterr().out)
     assert trainer.run_config.failure_config.controller_failure_limit == 60  # minutes
 

@@ -12,7 +12,6 @@ import ray.train
 from accidents import in_the_background, last_step, log_of, lose, saved, wait_for
 from conftest import ROOT
 from orbax.checkpoint import v1 as orbax
-from ray.train import ScalingConfig
 from ray.util.state import list_tasks
 from samples import losses_alone
 
@@ -68,16 +67,15 @@ def noting(tutorial, counts):
 @pytest.mark.extra
 @pytest.mark.parametrize("workers", [1, 2, 4, 16])
 def test_what_grows_with_the_workers(
-    tutorial, small, write_bins, add_node, head, tmp_path, monkeypatch, workers
+    tutorial, small, write_bins, add_node, head, tmp_path, workers
 ):
     """A node is lost, and another one comes: the run goes on, and then goes on once more."""
     counts = tmp_path / "counts"
     nodes = [add_node(f"node-{i}") for i in range(min(4, workers))]
     each = {"host": 4 // (workers // len(nodes)), "CPU": 1}
-    scaling = ScalingConfig(num_workers=workers, resources_per_worker=each)
-    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
     changes = {"batch_size": 32, "max_steps": 24, "eval_interval": 8, "eval_steps": 1}
     changes |= {"stall_timeout_s": 900.0, "notice_interval": 4}
+    changes["scaling"] = {"num_workers": workers, "resources_per_worker": each}
     config = write_bins(small(**changes), 200_001, 20_001)
     loop = noting(tutorial, counts)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:

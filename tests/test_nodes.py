@@ -53,9 +53,8 @@ def test_a_node_that_is_taken_away_with_notice(
     """
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "0.5")
-    scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
-    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
     changes = {"eval_interval": 100, "notice_interval": 2, "log_interval": 4}
+    changes["scaling"] = {"num_workers": 2, "resources_per_worker": {"CPU": 2}}
     config = replace(reference, run_name="notice", **changes, max_failures=1)
 
     def loop(settings: dict) -> None:
@@ -99,14 +98,13 @@ def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch
     room = {"num_cpus": 6, "resources": {"host": 2}}
     head.add_node(**room)
     head.wait_for_nodes()
-    scaling = ray.train.ScalingConfig(
-        num_workers=(2, 4),
-        resources_per_worker={"CPU": 2, "host": 1},
-        elastic_resize_monitor_interval_s=2.0,
-    )
-    monkeypatch.setitem(tutorial.SCALING, "cpu", scaling)
+    scaling = {
+        "num_workers": [2, 4],
+        "resources_per_worker": {"CPU": 2, "host": 1},
+        "elastic_resize_monitor_interval_s": 2.0,
+    }
     changes = {"run_name": "elastic", "batch_size": 12, "stall_timeout_s": 900.0}
-    config = replace(reference, **changes)
+    config = replace(reference, scaling=scaling, **changes)
 
     def loop(settings: dict) -> None:
         workers = ray.train.get_context().get_world_size()

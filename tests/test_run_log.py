@@ -53,18 +53,19 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
                 told.append(log.add(step, {"loss": 2.0 * step} | evaluated, step == 12))
 
     as_worker(loop)
-    first = {"step": 10, "tokens": 640, "loss": 20, "tokens_per_s": 256}
+    first = {"step": 10, "tokens": 640, "loss": 20}  # of no step but the first two
     last = {"step": 12, "tokens": 768, "loss": 24, "val_loss": 4, "tokens_per_s": 256}
     assert sent == [first, last]
     assert log_of(config) == [{"step": 5}, {"step": 7}, first, last]
     assert told == [None, None, first, None, last]
     assert shown == [7, 1, 1, 1, 1, 1]  # the bar, of 12 steps
-    assert waited == [None, None, {"loss": 16}, None, None]  # at most two steps ahead
+    # At most two steps ahead; and at a line, for what it shows
+    assert waited == [None, None, {"loss": 16}, 20, None, None, 24]
     said = capfd.readouterr().out
     for line in (
         "run continues at step 7, with the same recipe and tokens; code isn't compared"
         " | devices 1 | mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4 | state",
-        "step 10 | tokens 640 | loss 20 | tokens_per_s 256",
+        "step 12 | tokens 768 | loss 24 | val_loss 4 | tokens_per_s 256",
         "send failed at step 12; the run continues: ConnectionError('gone')",
     ):
         assert line in said
@@ -121,8 +122,8 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
     for kind, flops in run_log._PEAK_FLOPS.items():  # whatever else begins as it does
         for more in ("", "-SXM4-80GB", " 80GB HBM3"):
             assert run_log.peak_flops(kind + more) == flops
-    for kind in ("NVIDIA L40S", "GH200"):  # not an L4, not an H200
-        assert run_log.peak_flops(kind) is None
+    assert run_log.peak_flops("NVIDIA L40S") == 362e12  # which is no L4
+    assert run_log.peak_flops("GH200") is None  # nor is this an H200
     config = small(fsdp=2, log_interval=1)
     mesh = jax.sharding.AbstractMesh((1, 2, 1), ("data", "fsdp", "tensor"))
     arrays = tutorial.named(tutorial.abstract_state(config, mesh)) | at_step(0)
@@ -134,10 +135,16 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
 
     def loop() -> dict:
         with run_log.RunLog(config, arrays) as log:
-            return log.add(1, {"loss": 1.0}, False)
+            log.add(1, {"loss": 1.0}, False)
+            return log.add(2, {"loss": 1.0}, False)
 
-    # 2 layers, 32 wide: 12 D^2 in matrices, 13 D in biases and norms each; 640 rows of tokens.
+    # 2 layers, 32 wide: 12 D^2 in matrices, 13 D in biases and norms each; 640 rows of tokens,
+    # which are the output layer. Positions are only looked up, and so are tokens if there is
+    # another output layer.
     weights = 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + 640 * 32
+    untied = arrays | {"model.head.kernel": jax.ShapeDtypeStruct((32, 640), "float32")}
+    two = [run_log.flops_per_token(config, x) for x in (arrays, untied)]
+    assert two[0] == two[1]
     flops = 6 * weights + 12 * 2 * 32 * 16
     speed = 4 * 16 / 0.5
     line = as_worker(loop)
@@ -146,6 +153,48 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
     assert "largest that isn't sharded model.h.0.mlp.c_fc.bias (128,)" in said
     (found,) = re.findall(r"state ([\d.]+) MiB each", said)
     assert float(found) == pytest.approx(3 * 4 * (weights / 2 + 512) / 2**20, rel=0.2)
+
+
+def test_the_speed_is_that_of_training_steps(small, monkeypatch):
+    """Neither of what is compiled at a start, nor of evaluations, nor of waits for a save. A
+    step takes 1 s, the first one 50, an evaluation 20, and a save 30. Nobody waits for more
+    than the log has always waited for.
+    """
+    config, waits = small(log_interval=4, max_steps=100), []
+    config.run_path.mkdir(parents=True)
+    clock, device = [0.0], [0.0]  # what the host, and the device, have come to
+    done_at = {}
+
+    def wait(values) -> None:
+        for value in jax.tree.leaves(values):
+            clock[0] = max(clock[0], done_at.get(value, 0))
+            waits.append(value)
+
+    def compute(value: float, seconds: float) -> float:
+        device[0] = done_at[value] = max(device[0], clock[0]) + seconds
+        return value
+
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    monkeypatch.setattr(jax, "device_get", lambda x: wait(x) or x)
+    monkeypatch.setattr(run_log, "_is_done", lambda x: done_at[x["loss"]] <= clock[0])
+
+    def loop() -> list[dict]:
+        lines = []
+        with run_log.RunLog(config, at_step(0)) as log:
+            for step in range(1, 33):
+                clock[0] += 50 if step == 1 else 0  # it is compiled
+                metrics = {"loss": compute(float(step), 1)}
+                if due := step % 16 == 0:
+                    metrics["val_loss"] = compute(step + 0.5, 20)
+                lines.append(log.add(step, metrics, saving=due))
+                clock[0] += 30 if due else 0
+        return [line for line in lines if line]
+
+    lines = as_worker(loop)
+    assert [line["step"] for line in lines] == [*range(4, 33, 4)]
+    assert {line["tokens_per_s"] for line in lines} == {64}
+    assert clock[0] == 32 + 50 + 2 * (20 + 30)
 
 
 HANG = """

@@ -1,11 +1,15 @@
 """The mesh, what of each array a device holds, and the mean over micro-batches and devices."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 from samples import python
+
+from trainkit import ops
 
 PARTS = {  # parts of names, of which the first counts, and into how many each axis is cut
     **{"embedding": (32, 1), "c_proj.kernel": (8, 4), "kernel": (4, 8)},
@@ -24,15 +28,181 @@ def test_the_state_is_divided_as_the_rules_say(tutorial, small):
 
 
 def test_a_micro_batch_has_every_kth_window(tutorial, small):
-    """So that it is on all devices, and no window moves."""
-    config = small(batch_size=6, device_batch_size=2)
-    windows = np.arange(6.0)[:, None]
+    """So that it is on all devices, and no window moves. A batch may be any pytree, and of
+    another size than the configuration's.
+    """
+    config = small(batch_size=60, device_batch_size=2)
+    batch = {"windows": np.arange(6.0)[:, None], "rows": np.arange(6)}
 
-    def largest(model, windows, config):
-        return windows.max()
+    def largest(model, batch, config):
+        assert batch["rows"].shape == (2,)
+        return batch["windows"].max() + batch["rows"].sum()
 
     mean = jax.jit(tutorial.accumulation.mean_over_batch, static_argnums=(0, 3))
-    assert mean(largest, None, windows, config) == (3 + 4 + 5) / 3
+    assert mean(largest, None, batch, config) == (3 + 4 + 5) / 3 + 15 / 3
+
+
+def test_only_data_crosses_slices(tutorial, small, monkeypatch):
+    """Whatever their number is. Other devices than TPUs are of one."""
+
+    class Chip:
+        platform, device_kind = "tpu", "TPU v0"
+
+        def __init__(self, number):
+            self.id = self.process_index = number
+
+    monkeypatch.setattr(ops, "slice_of", lambda chip: chip.id // 8)
+    monkeypatch.setattr(ops.mesh_utils, "create_device_mesh", split)
+    for count in (1, 3):
+        chips = [Chip(number) for number in range(8 * count)]
+        grid = ops.grid_of(chips, fsdp=2, tensor=2)
+        assert grid.shape == (2 * count, 2, 2)
+        for replica in grid:
+            assert len({chip.id // 8 for chip in replica.ravel()}) == 1
+    monkeypatch.undo()
+    gpu = SimpleNamespace(platform="gpu", slice_index=3)
+    tpu = SimpleNamespace(platform="tpu", slice_index=3)
+    assert (ops.slice_of(gpu), ops.slice_of(tpu)) == (0, 3)
+
+
+def split(shape, devices, **options) -> np.ndarray:
+    return np.array(devices).reshape(shape)
+
+
+def test_optimizers_of_another_form_and_models_that_say_their_own(
+    tutorial, small, monkeypatch
+):
+    """Adafactor's factored moments have a parameter's name, and fewer axes: they are whole."""
+    mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
+    monkeypatch.setattr(
+        tutorial, "create_optimizer", lambda config: optax.adafactor(1e-3)
+    )
+    state = tutorial.named(tutorial.abstract_state(small(n_embd=128), mesh))
+    kernel = "h.0.mlp.c_fc.kernel"
+    assert state[f"model.{kernel}"].sharding.spec == tutorial.P("fsdp", "tensor")
+    for part in ("v_row", "v_col", "v"):
+        x = state[f"opt_state.0.{part}.{kernel}"]
+        assert x.ndim == 1 and x.sharding.spec == tutorial.P()
+
+
+PLAIN = """
+import json, os, re, sys
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+sys.path[:0] = ["tests", "ci"]
+import jax
+from conftest import load_notebook, small_config
+from samples import windows_for
+
+tutorial = load_notebook()
+found = []
+for fsdp, tensor in (1, 1), (2, 1), (2, 2):
+    config = small_config(
+        "build", n_layer=1, batch_size=24, block_size=48, fsdp=fsdp,
+        tensor_parallel=tensor, scaling={})
+    mesh = tutorial.create_mesh(config)
+    jax.set_mesh(mesh)
+    state = tutorial.abstract_state(config, mesh)
+    rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
+    windows = jax.ShapeDtypeStruct((24, 49), "uint16", sharding=rows)
+    grad_fn = jax.value_and_grad(tutorial.loss_fn)
+    mean = tutorial.accumulation.mean_over_batch
+    for step in (tutorial.partial(mean, grad_fn), grad_fn):
+        step = jax.jit(tutorial.partial(step, config=config))
+        program = step.lower(state.model, windows).compile()
+        gathered = re.findall(r"= \\w+\\[([\\d,]*)\\]\\S* all-gather", program.as_text())
+        found.append([program.cost_analysis()["flops"], gathered])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_the_plain_gradient_costs_the_same(tmp_path):
+    """In place of `mean_over_batch`, as step 5 says: with no activations gathered, which have
+    an axis of 48 tokens.
+    """
+    found = json.loads(python(PLAIN).splitlines()[-1])
+    for (flops, _), (plain, gathered) in zip(found[::2], found[1::2]):
+        assert plain == pytest.approx(flops, rel=0.05)
+        assert not [shape for shape in gathered if "48" in shape.split(",")]
+    assert found[3][1]  # parameters
+
+
+MUON = """
+import json, os, sys
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+sys.path[:0] = ["tests", "ci"]
+import jax
+from conftest import load_notebook, small_config
+from samples import run_from_guide, windows_for
+
+tutorial = load_notebook()
+run_from_guide("def blocks_matrices(", vars(tutorial))
+found = []
+for fsdp, devices in (1, 1), (2, 4):
+    config = small_config("build", n_layer=1, batch_size=8, fsdp=fsdp)
+    mesh = tutorial.create_mesh(config, jax.devices()[:devices])
+    jax.set_mesh(mesh)
+    state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
+    rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
+    losses = []
+    for windows in windows_for(config, 20):
+        state, metrics = tutorial.train_step(state, jax.device_put(windows, rows), config)
+        losses.append(float(metrics["loss"]))
+    found.append(losses)
+names = [name for name in tutorial.named(state) if "muon.inner_state.0.mu." in name]
+print(json.dumps({"losses": found, "muon": names}))
+"""
+
+
+@pytest.mark.slow
+def test_muon_on_a_mesh():
+    """By the guide's recipe: of the blocks' matrices, and equal to one device."""
+    found = json.loads(python(MUON).splitlines()[-1])
+    alone, divided = found["losses"]
+    np.testing.assert_allclose(divided, alone, atol=2e-5)
+    assert alone[-1] < 0.5 * alone[0]
+    matrices = {name.partition(".mu.")[2] for name in found["muon"]}
+    assert len(matrices) == 6 and all(name.endswith(".kernel") for name in matrices)
+
+
+ANNOTATED = """
+import json, os, sys
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
+sys.path[:0] = ["tests", "ci"]
+import jax
+from flax import nnx
+from conftest import load_notebook, small_config
+from samples import windows_for
+from trainkit import launch
+
+tutorial = load_notebook()
+tutorial.RULES = {}
+linear = tutorial.nnx.Linear
+
+class Linear(linear):
+    def __init__(self, *sizes, kernel_init, **options):
+        init = nnx.with_partitioning(kernel_init, ("fsdp", "tensor"))
+        super().__init__(*sizes, kernel_init=init, **options)
+
+nnx.Linear = Linear
+config = small_config("build", n_layer=1, batch_size=8, fsdp=2, tensor_parallel=2)
+given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
+launch.check_sharding(config, 4, *given)
+mesh = tutorial.create_mesh(config)
+jax.set_mesh(mesh)
+state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
+(windows,) = windows_for(config, 1)
+state, metrics = tutorial.train_step(state, windows, config)
+kernels = [x for name, x in tutorial.named(state).items() if name.endswith(".kernel")]
+print(json.dumps([" ".join(x.sharding.spec) for x in kernels]))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_says_itself_how_it_is_sharded():
+    """By NNX's annotations: created under the mesh, with its optimizer's moments."""
+    found = json.loads(python(ANNOTATED).splitlines()[-1])
+    assert len(found) == 3 * 6 and {*found} == {"fsdp tensor"}
 
 
 PROGRAM = """

@@ -68,7 +68,6 @@ from accidents import after_each_line
 from conftest import TrainingConfig, load_notebook, start_ray
 start_ray("{}")
 tutorial = load_notebook()
-tutorial.SCALING["cpu"].resources_per_worker["CPU"] = 2  # a node for each worker
 
 def wait(line):
     while not Path({!r}).exists():
@@ -92,7 +91,10 @@ def survivor(tutorial, reference, tmp_path_factory):
     written. The newest checkpoint is deleted, and then Ray's record emptied, as a full disk
     does, each before a launch. Without a record, it is launched once more.
     """
-    config, seen = replace(reference, run_name="accidents"), SimpleNamespace()
+    # A node for each worker.
+    scaling = {"num_workers": 2, "resources_per_worker": {"CPU": 2}}
+    config = replace(reference, run_name="accidents", scaling=scaling)
+    seen = SimpleNamespace()
     seen.config = config
     holder, record = config.run_path / "locked-by.txt", config.run_path / RECORD
     go_on = tmp_path_factory.mktemp("driver") / "go on"

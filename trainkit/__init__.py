@@ -8,7 +8,7 @@ config_files  a configuration from a YAML file, with what that leaves to others
 documents     the texts: datasets' functions, and what Ray Data reads of theirs
 corpus        documents into token files
 token_files   train.bin and val.bin, and the order of their windows
-ops           attention's kernels, the loss in parts, scanned blocks
+ops           the grid of devices, attention's kernels, the loss in parts, scanned blocks
 accumulation  the mean of a loss or its gradients over a batch in micro-batches
 launch        before workers start: what would fail on them, and what they get
 workers       how each worker starts

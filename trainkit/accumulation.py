@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,49 +13,57 @@ from trainkit.config import TrainingConfig
 
 
 def mean_over_batch(
-    function: Callable, model: nnx.Module, windows: jax.Array, config: TrainingConfig
+    function: Callable, model: nnx.Module, batch: Any, config: TrainingConfig
 ):
-    """The mean of `function(model, windows, config)` over a batch, in parts.
+    """The mean of `function(model, batch, config)` over a batch, in parts.
 
-    For a function whose result is a mean over its windows, such as a loss or
+    For a function whose result is a mean over its rows, such as a loss or
     `jax.value_and_grad` of one, it is what `function` of the whole batch returns, but for
-    rounding. Each device takes its windows in micro-batches, so that it never keeps the
+    rounding. Each device takes its rows in micro-batches, so that it never keeps the
     activations of more than `device_batch_size`. By itself, XLA would sum some gradients over
     devices in every micro-batch, and in the compute type. In a `shard_map` over `data`, each
     replica of the model (`fsdp` times `tensor` devices) sums its own, and replicas average
     once, in float32, as with PyTorch's `no_sync`.
 
     Args:
-        windows: [B, T + 1], divided over the axes `data` and `fsdp` of the mesh that is set.
+        batch: windows [B, T + 1], or any pytree of arrays [B, ...], divided over the axes
+            `data` and `fsdp` of the mesh that is set.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    k = config.micro_batches(mesh.shape["data"] * mesh.shape["fsdp"])
+    rows = len(jax.tree.leaves(batch)[0]) // (mesh.shape["data"] * mesh.shape["fsdp"])
+    k = config.micro_batches(rows)
     function = partial(function, config=config)
 
-    def mean_of_replica(model, windows):
-        mean = _mean_over_micro_batches(function, model, windows, k)
+    def mean_of_replica(model, batch):
+        mean = _mean_over_micro_batches(function, model, batch, k)
         return jax.tree.map(lambda x: x[None], mean)  # a row of what shard_map returns
 
     mean_of_each = jax.shard_map(
         mean_of_replica,
-        in_specs=(P(), P("data")),  # data divides the windows, and not the model
+        in_specs=(P(), P("data")),  # data divides the batch, and not the model
         out_specs=P("data"),  # a row for each replica
         axis_names={"data"},  # XLA divides over the other axes
         check_vma=False,  # or jax.grad would sum over replicas, in every micro-batch
     )
     # Here, and only here, replicas communicate.
-    return jax.tree.map(lambda x: x.mean(axis=0), mean_of_each(model, windows))
+    return jax.tree.map(lambda x: x.mean(axis=0), mean_of_each(model, batch))
 
 
-def _mean_over_micro_batches(function, model, windows, k):
-    """The mean of `function(model, micro_batch)` over k parts of the windows."""
-    # Micro-batch i has windows i, i + k, and so on, so each device keeps its own.
-    micro_batches = windows.reshape(-1, k, windows.shape[-1]).swapaxes(0, 1)
+def _mean_over_micro_batches(function, model, batch, k):
+    """The mean of `function(model, micro_batch)` over k parts of the batch."""
+
+    def split(
+        x,
+    ):  # micro-batch i has rows i, i + k, and so on, so each device keeps its own
+        return x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1)
+
+    micro_batches = jax.tree.map(split, batch)
 
     def add(sums, micro_batch):
         return jax.tree.map(jnp.add, sums, function(model, micro_batch)), None
 
-    shapes = jax.eval_shape(function, model, micro_batches[0])
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    shapes = jax.eval_shape(function, model, first)
     zeros = jax.tree.map(jnp.zeros_like, shapes)
     sums, _ = jax.lax.scan(add, zeros, micro_batches)
     return jax.tree.map(lambda x: x / k, sums)

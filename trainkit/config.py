@@ -5,6 +5,7 @@ https://github.com/karpathy/nanoGPT/blob/master/config/train_gpt2.py.
 """
 
 import dataclasses
+import json
 import math
 from typing import Annotated, Literal
 
@@ -14,6 +15,21 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from trainkit import paths
+
+
+class _Frozen(dict):
+    """A mapping that stays as it is, so that a configuration is a static argument of jit."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def _freeze_scaling(scaling: dict) -> _Frozen:
+    """With a range as a tuple, which Ray wants, and YAML and JSON don't have."""
+    number = scaling.get("num_workers")
+    is_range = {"num_workers": tuple(number)} if isinstance(number, list) else {}
+    return _Frozen(scaling | is_range)
+
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(paths.absolute)]
@@ -56,7 +72,7 @@ class TrainingConfig(RecipeConfig):
     loss_chunks: PositiveInt = 1  # parts of a window; only one's logits exist at once
     scan_layers: bool = False  # one compiled block in a loop: for many layers
 
-    machines: str = "gpu"  # the name of an entry of SCALING in the notebook's step 1
+    scaling: Annotated[dict, AfterValidator(_freeze_scaling)] = _Frozen()  # Ray's words
     device_batch_size: PositiveInt = 32  # windows that a device takes at once, at most
     fsdp: PositiveInt = 1  # mesh axes; the data axis takes what these two leave
     tensor_parallel: PositiveInt = 1
@@ -94,9 +110,8 @@ class TrainingConfig(RecipeConfig):
         """The run's own folder, local or remote: its log and its checkpoints."""
         return epath.Path(self.storage_path) / self.run_name
 
-    def micro_batches(self, shards: int) -> int:
-        """The equal parts, as few as fit, of what each of so many shards has of a batch."""
-        windows = self.batch_size // shards
+    def micro_batches(self, windows: int) -> int:
+        """The equal parts, as few as fit, of the windows that a device has of a batch."""
         fewest = math.ceil(windows / self.device_batch_size)
         return next(n for n in range(fewest, windows + 1) if windows % n == 0)
 
@@ -113,8 +128,8 @@ class TrainingConfig(RecipeConfig):
                 f"{devices} devices: expected a multiple of fsdp x tensor_parallel ({model}), "
                 f"and {shards} to divide batch_size ({self.batch_size})"
             )
-        parts = self.micro_batches(shards)
         windows = self.batch_size // shards
+        parts = self.micro_batches(windows)
         return {
             "devices": devices,
             "mesh": f"{devices // model} x {self.fsdp} x {self.tensor_parallel}",

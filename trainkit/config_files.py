@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 from trainkit import huggingface, paths, tokenizers
@@ -61,6 +62,11 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
         now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond
         places["run_name"] = f"{Path(path).stem}-{now}"
     try:
-        return TrainingConfig(**(places | values))
+        config = TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
+    try:
+        ScalingConfig(**config.scaling)
+    except Exception as error:  # Ray's, of several kinds
+        raise ValueError(f"{path}: scaling {config.scaling}: {error}") from None
+    return config

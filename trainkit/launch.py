@@ -1,10 +1,12 @@
 """Before workers start: what would fail on them, and what each of them gets."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +42,11 @@ def check(
     """
     runs.check_folder(config)
     devices = _numbers_of_devices(scaling)
+    _check_slices(config, scaling)
     for number in devices:
         config.layout(number)
-    jax.eval_shape(lambda: check_parameters(create_state(config).model))
     for number in devices:
-        check_sharding(config, number, abstract_state, loss_fn)
+        check_sharding(config, number, create_state, abstract_state, loss_fn)
     _compare_with_cluster(scaling)
     runs.wait_for_workers(config)
 
@@ -82,7 +84,11 @@ def check_parameters(model: nnx.Module) -> None:
 
 
 def check_sharding(
-    config: TrainingConfig, devices: int, abstract_state: Callable, loss_fn: Callable
+    config: TrainingConfig,
+    devices: int,
+    create_state: Callable,
+    abstract_state: Callable,
+    loss_fn: Callable,
 ) -> None:
     """Refuse what would fail on so many devices, without one of them.
 
@@ -104,7 +110,22 @@ def check_sharding(
     mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
     # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
     traced = dataclasses.replace(config, attention="xla")
-    state = abstract_state(traced, mesh)
+    windows = jax.ShapeDtypeStruct(
+        (data * config.fsdp, config.block_size + 1), "uint16"
+    )
+
+    def trace():
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(lambda: check_parameters(create_state(traced).model))
+            state = abstract_state(traced, mesh)
+            _check_shards(state, mesh)
+            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
+
+    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
+        pool.submit(trace).result()
+
+
+def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> None:
     for path, x in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
@@ -112,18 +133,9 @@ def check_sharding(
         except ValueError as error:
             raise ValueError(
                 f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
-                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, shape))}: {error}"
+                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, mesh.axis_sizes))}: "
+                f"{error}"
             ) from None
-    windows = jax.ShapeDtypeStruct(
-        (shape[0] * shape[1], config.block_size + 1), "uint16"
-    )
-
-    def trace() -> None:
-        with jax.sharding.use_abstract_mesh(mesh):
-            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
-
-    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
-        pool.submit(trace).result()
 
 
 def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
@@ -149,8 +161,8 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
         # Communicate while computing: "Optimization level" there.
         variables["JAX_OPTIMIZATION_LEVEL"] = "O1"
-        # That of each node, and where GKE keeps its driver.
-        variables["LD_LIBRARY_PATH"] = "${LD_LIBRARY_PATH}:/usr/local/nvidia/lib64"
+        # Where GKE has its driver. Libraries of the node's could hide those of JAX's packages.
+        variables["LD_LIBRARY_PATH"] = "/usr/local/nvidia/lib64"
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
     return variables
@@ -163,9 +175,30 @@ def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
             f"num_workers: expected 1 or more, found {scaling.num_workers}"
         )
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
-    step = scaling.min_workers if scaling.topology else 1  # whole TPU slices
-    numbers = range(scaling.min_workers, scaling.max_workers + 1, step)
+    step = 1
+    if scaling.topology:  # whole TPU slices
+        step = math.prod(map(int, scaling.topology.split("x"))) // each
+    numbers = range(scaling.min_workers, scaling.max_workers + 1, int(step))
     return [int(workers * each) for workers in numbers]
+
+
+def _check_slices(config: TrainingConfig, scaling: ScalingConfig) -> None:
+    """Refuse what would need the slower network between TPU slices, which only `data` uses."""
+    if not scaling.topology:
+        return
+    chips = math.prod(map(int, scaling.topology.split("x")))
+    model = config.fsdp * config.tensor_parallel
+    if chips % model:
+        raise ValueError(
+            f"fsdp x tensor_parallel is {model}: expected a divisor of the {chips} chips of a "
+            f"slice, topology {scaling.topology}, because only data goes over several slices"
+        )
+    for workers in (scaling.min_workers, scaling.max_workers):
+        if workers * scaling.num_tpus_per_worker % chips:
+            raise ValueError(
+                f"num_workers: {workers} with {scaling.num_tpus_per_worker:g} chips each are "
+                f"no whole slices of {chips} chips, topology {scaling.topology}"
+            )
 
 
 def _compare_with_cluster(scaling: ScalingConfig) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
@@ -18,13 +20,42 @@ from trainkit.config import TrainingConfig
 SPLASH_BLOCK = 512  # tokens that the TPU's kernel takes at once
 
 
+def grid_of(devices: Sequence[jax.Device], fsdp: int, tensor: int) -> np.ndarray:
+    """The devices as [data, fsdp, tensor], with neighbors along the last axes.
+
+    Devices of one TPU slice are neighbors, and only data goes over several slices.
+    """
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        slices.setdefault(slice_of(device), []).append(device)
+    grids = []
+    for each in slices.values():
+        shape = (len(each) // (fsdp * tensor), fsdp, tensor)
+        near = {"allow_split_physical_axes": True}
+        grids.append(mesh_utils.create_device_mesh(shape, each, **near))
+    return np.concatenate(grids)
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of a device's TPU slice. Of GPUs, JAX calls each node a slice: here, 0."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
 def on_each_device(kernel: Callable) -> Callable:
     """`kernel(q, k, v)` of arrays [B, T, H, D/H], run by each device on its part of B and H.
 
-    XLA can't look into a kernel to divide its work, as it divides all else.
+    XLA can't look into a kernel to divide its work, as it divides all else. Where `data` is
+    divided already, as in `accumulation.mean_over_batch`, the axes that are left divide B.
     """
-    part = P("fsdp", None, "tensor")
-    return jax.shard_map(kernel, in_specs=part, out_specs=part, check_vma=False)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        divided = jax.sharding.get_abstract_mesh().manual_axes
+        batch = tuple(axis for axis in ("data", "fsdp") if axis not in divided)
+        part = P(batch, None, "tensor")
+        each = jax.shard_map(kernel, in_specs=part, out_specs=part, check_vma=False)
+        return each(q, k, v)
+
+    return run
 
 
 def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -27,7 +27,17 @@ _PEAK_FLOPS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2_250e12,
+    "NVIDIA L40S": 362e12,
+    "TPU v4 lite": 138e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # a v5p
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1_154e12,  # half a chip, as JAX counts
 }
 _PATIENCE = 60  # seconds that the end of a run waits for `send`
 
@@ -52,14 +62,15 @@ class RunLog:
                 for a tracker.
         """
         self._config = config
-        self._step = int(arrays["step"])
+        step = int(arrays["step"])
         self._flops = flops_per_token(config, arrays)
-        self._time = time.perf_counter()
+        self._peak = peak_flops(jax.devices()[0].device_kind)
+        self._since: tuple[int, float] | None = None  # a step that was done, and when
         self._recent: dict[int, dict] = {}
         self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
-            print(_first_line(config, arrays))
-            self._lines = _Lines(config, self._step, send)
+            print(_first_line(config, arrays, self._peak))
+            self._lines = _Lines(config, step, send)
 
     def __enter__(self) -> "RunLog":
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
@@ -82,6 +93,9 @@ class RunLog:
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
         self._recent[step] = metrics
         jax.block_until_ready(self._recent.get(step - 2))
+        if not self._since and step - 2 in self._recent:
+            waits_for_us = _is_done(self._recent[step - 1])  # the device, not we for it
+            self._since = step if waits_for_us else step - 2, time.perf_counter()
         if self._lines:
             self._lines.bar.update()
         if not saving and step % self._config.log_interval:
@@ -91,6 +105,7 @@ class RunLog:
                 raise ValueError(
                     f"metrics: expected scalars, found {name} of shape {shape}"
                 )
+        speed = self._speed(step, saving)
         recent = jax.tree.map(float, jax.device_get(self._recent))
         self._recent = {}
         for each, values in recent.items():
@@ -99,23 +114,28 @@ class RunLog:
                     f"diverged at step {each}: {_format(values)}. What was saved before is "
                     "good. Lower learning_rate, which makes a new run."
                 )
-        line = self._line(step, recent[step])
+        tokens = self._config.batch_size * self._config.block_size
+        line = {"step": step, "tokens": step * tokens, **recent[step], **speed}
         if self._lines:
             self._lines.add(line, saving)
         return line
 
-    def _line(self, step: int, metrics: dict) -> dict:
-        """The metrics, and what was done since the last line."""
-        tokens = self._config.batch_size * self._config.block_size  # of a step
-        seconds = time.perf_counter() - self._time
-        speed = (step - self._step) * tokens / seconds
-        line = {"step": step, "tokens": step * tokens, **metrics}
-        line["tokens_per_s"] = round(speed)
-        if peak := peak_flops(jax.devices()[0].device_kind):
-            line["mfu"] = speed * self._flops / (peak * jax.device_count())
-        self._step = step
-        self._time += seconds
-        return line
+    def _speed(self, step: int, saving: bool) -> dict:
+        """Of training since the last line, without evaluations, saves, and the first step
+        after each of these or a start, which may be compiled. {} if that leaves no step.
+        """
+        # What a step returns is there before what an evaluation after it returns.
+        jax.block_until_ready(next(iter(self._recent[step].values())))
+        since, now = self._since, time.perf_counter()
+        self._since = None if saving else (step, now)
+        if not since or since[0] == step:
+            return {}
+        tokens = (step - since[0]) * self._config.batch_size * self._config.block_size
+        speed = tokens / (now - since[1])
+        found: dict[str, float] = {"tokens_per_s": round(speed)}
+        if self._peak:
+            found["mfu"] = speed * self._flops / (self._peak * jax.device_count())
+        return found
 
 
 class _Lines:
@@ -173,13 +193,23 @@ class _Lines:
         new.replace(self._path)
 
 
+def _is_done(metrics: dict) -> bool:
+    arrays = (x for x in metrics.values() if isinstance(x, jax.Array))
+    return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined] # it has it
+
+
 def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     """FLOPs to train on a token: 6N + 12LDT, as nanoGPT's `estimate_mfu`.
 
-    N counts the model's weights but `wpe`, a table of positions; L layers of width D attend to
-    T tokens.
+    N counts the model's weights but tables that are only looked up: embeddings, unless they
+    are the output layer, too. L layers of width D attend to T tokens.
     """
-    names = [name for name in arrays if re.match(r"model\.(?!wpe\.)", name)]
+    names = [name for name in arrays if name.startswith("model.")]
+    looked_up = [name for name in names if name.endswith(".embedding")]
+    names = [name for name in names if name not in looked_up]
+    V = config.padded_vocab_size
+    if not any(V in arrays[name].shape for name in names):  # no other output layer
+        names += [name for name in looked_up if V in arrays[name].shape]
     attention = 12 * config.n_layer * config.n_embd * config.block_size
     return 6 * sum(arrays[name].size for name in names) + attention
 
@@ -190,7 +220,7 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAK_FLOPS.get(next(known, ""))
 
 
-def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
+def _first_line(config: TrainingConfig, arrays: Mapping, peak: float | None) -> str:
     """What this start of a run continues with, and what a device holds of the state."""
     step = int(arrays["step"])
     begun = "is new; with this run_name, a launch continues it"
@@ -208,6 +238,9 @@ def _first_line(config: TrainingConfig, arrays: Mapping) -> str:
         whole = [name for name, x in arrays.items() if held[name] == x.size]
         largest = max(whole, key=lambda name: held[name])
         parts["largest that isn't sharded"] = f"{largest} {arrays[largest].shape}"
+    if jax.default_backend() != "cpu" and not peak:
+        kind = jax.devices()[0].device_kind
+        parts["no mfu"] = f"the peak of {kind} isn't in trainkit/run_log.py"
     return f"{config.run_name} {begun} | {_format(parts)}"
 
 
