@@ -369,6 +369,34 @@ def test_a_model_trained_by_any_kernel_runs_here(
         np.testing.assert_array_equal(model(tokens), state.model(tokens))
 
 
+def test_a_model_takes_all_of_a_checkpoint_or_nothing(
+    tutorial, play, config, monkeypatch
+):
+    """Edited since, it would generate from a part of the weights, in silence."""
+    play(replace(config, max_steps=1))
+    checkpoint = ray.train.Checkpoint(whole(config)[0])
+    create_model = tutorial.create_model
+
+    def without_bias(config):
+        model = create_model(config)
+        del model.h[0].mlp.c_fc.bias
+        return model
+
+    for create, words in (
+        (
+            lambda c: create_model(replace(c, n_layer=2)),
+            "only in the model: .'model.h.1.",
+        ),
+        (without_bias, "only in the checkpoint: .'model.h.0.mlp.c_fc.bias'"),
+        (
+            lambda c: create_model(replace(c, vocab_size=700)),
+            r"model.wte.embedding \(640, 32\), here \(768, 32\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"another model .*step_00000001.*{words}"):
+            checkpoints.load_model(checkpoint, create, tutorial.named)
+
+
 @pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])
 def test_one_of_several_replicas_reads(shape, by_one):
     mesh = jax.sharding.AbstractMesh(shape, ("data", "fsdp", "tensor"))

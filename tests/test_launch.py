@@ -1,16 +1,20 @@
 """What is refused or said before workers start, and what they start with."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from ray.train import ScalingConfig
 
 import trainkit.launch
 import trainkit.workers
+from trainkit import tokenizers
 
 NODE = {"use_gpu": True, "resources_per_worker": {"GPU": 8}}
 SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
@@ -94,11 +98,22 @@ def test_kernels_that_the_driver_lacks_are_no_mistake(
     tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 
+def holder() -> nnx.Module:
+    module = nnx.Module()
+    module.table = jnp.ones(3)
+    return module
+
+
 @pytest.mark.parametrize(
     "own, message",
     [
         (lambda model: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), r"own\.rngs\.count is Rng"),
-        (lambda model: jnp.ones(3), "own is .*Array.* of float32"),
+        (lambda model: jnp.ones(3), "own is an array and no nnx.Param"),
+        (lambda model: np.ones(3), "own is an array and no nnx.Param"),
+        (
+            lambda model: nnx.Dict(a=nnx.List([holder()])),
+            r"own\.a\.0\.table is an array",
+        ),
         (lambda model: model.embedding, "own is Param .* also embedding"),
         (lambda model: nnx.Param(jnp.ones(3, "bfloat16")), "own is .* bfloat16"),
     ],
@@ -108,6 +123,42 @@ def test_what_a_step_would_not_train_right_is_refused(own, message):
     model.own = own(model)
     with pytest.raises(ValueError, match=f"create_model: {message}.*expected"):
         trainkit.launch.check_parameters(model)
+
+
+def test_a_table_that_is_no_parameter_is_named_before_workers_start(
+    tutorial, small, write_bins, cluster, monkeypatch
+):
+    """Where the model is traced, Flax takes it for a part of the program."""
+    create_model = tutorial.create_model
+
+    def with_table(config):
+        model = create_model(config)
+        model.h[1].attn.table = jnp.arange(3.0)
+        return model
+
+    monkeypatch.setattr(tutorial, "create_model", with_table)
+    with pytest.raises(ValueError, match="create_model: h.1.attn.table is an array"):
+        tutorial.make_trainer(write_bins(small()), tutorial.train_loop_per_worker)
+
+
+def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
+    """The configuration may have been changed since they were made."""
+    config = write_bins(small(tokenizer="builtin", eval_steps=6))
+    identity = f"tokenizer: {tokenizers.identity('builtin')}"
+    manifest = {"made_from": [identity], "tokens": {"train": 2_001, "val": 401}}
+    manifest["largest_id"] = {"train": 520, "val": 520}
+    path = Path(config.data_dir) / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    trainkit.launch.settings(config)
+    for changes, words in (
+        ({"vocab_size": 520}, "has the token 520, and vocab_size is 520"),
+        ({"eval_steps": 7}, "asks for 28 of val"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trainkit.launch.settings(replace(config, **changes))
+    path.write_text(json.dumps(manifest | {"made_from": ["tokenizer: another"]}))
+    with pytest.raises(ValueError, match="holds tokens of .'tokenizer: another'"):
+        trainkit.launch.settings(config)
 
 
 def test_the_model_that_the_notebook_makes_is_looked_at(

@@ -35,6 +35,9 @@ def load_model(
     Args:
         create_model: makes a model of a configuration; the checkpoint has the configuration.
         named: the notebook's function, by whose names the arrays were saved.
+
+    Raises:
+        ValueError: the model has other arrays than the checkpoint's.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     files, folder = checkpoint.filesystem, checkpoint.path
@@ -53,8 +56,30 @@ def load_model(
             f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
             for name, x in named(model).items()
         }
+        saved = orbax.metadata(folder).metadata
+        _compare(folder, {n: x.shape for n, x in saved.items()}, abstract)
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # without the optimizer's state
         with context:
             arrays = orbax.load(folder, abstract)
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
+
+
+def _compare(folder: str, saved: dict[str, tuple], model: dict) -> None:
+    """Refuse a model that would take a part of a checkpoint's weights."""
+    saved = {name: x for name, x in saved.items() if name.startswith("model.")}
+    here = {name: x.shape for name, x in model.items()}
+    if saved != here:
+        differ = {
+            "only in the checkpoint": sorted(saved.keys() - here.keys()),
+            "only in the model": sorted(here.keys() - saved.keys()),
+            "of another shape": [
+                f"{name} {saved[name]}, here {here[name]}"
+                for name in sorted(saved.keys() & here.keys())
+                if saved[name] != here[name]
+            ],
+        }
+        raise ValueError(
+            f"create_model: it makes another model than that of {folder}: "
+            + "; ".join(f"{what}: {names}" for what, names in differ.items() if names)
+        )

@@ -1,21 +1,24 @@
 """Before workers start: what would fail on them, and what each of them gets."""
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import ray
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from ray.train.v2.api.config import ScalingConfig
 
-from trainkit import ops, runs, token_files
+from trainkit import ops, runs, token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 
@@ -56,7 +59,9 @@ def settings(config: TrainingConfig) -> dict:
 
     Raises:
         FileNotFoundError: there are no tokens.
+        ValueError: they aren't this configuration's.
     """
+    _check_tokens(config)
     return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
 
 
@@ -64,11 +69,19 @@ def check_parameters(model: nnx.Module) -> None:
     """Refuse a model with arrays that a train step would treat wrong.
 
     A step trains every array of a model, in float32. It would train a table of constants,
-    forget what dropout counts, and train what stands in two places as two arrays.
+    forget what dropout counts, and train what stands in two places as two arrays. What a
+    module holds without an `nnx.Variable`, Flax takes for a part of the program, or trains it.
 
     Raises:
         ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
     """
+    for place, module in nnx.iter_modules(model):
+        for name, held in vars(module).items():
+            if isinstance(held, jax.Array | np.ndarray):
+                raise ValueError(
+                    f"create_model: {'.'.join(map(str, [*place, name]))} is an array and no "
+                    "nnx.Param: expected it to be computed where it is used"
+                )
     places: dict[int, str] = {}
     variables = jax.tree.leaves_with_path(
         model, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -166,6 +179,22 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         # cuDNN's attention carries an address, which differs in each process.
         variables["JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY"] = "true"
     return variables
+
+
+def _check_tokens(config: TrainingConfig) -> None:
+    """Refuse tokens that were made for another configuration, and that this one can't use."""
+    path = Path(config.data_dir) / "manifest.json"
+    if not path.exists():
+        return
+    manifest = json.loads(path.read_text())
+    ours = f"tokenizer: {tokenizers.identity(config.tokenizer)}"
+    if ours not in manifest["made_from"]:
+        theirs = [x for x in manifest["made_from"] if x.startswith("tokenizer: ")]
+        raise ValueError(
+            f"data_dir: {config.data_dir} holds tokens of {theirs}, and this configuration's "
+            f"are [{ours!r}]. Set tokenizer or data_dir"
+        )
+    token_files.check(config, manifest)
 
 
 def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
