@@ -51,7 +51,8 @@ def time_steps(tutorial, config: TrainingConfig, devices: list) -> tuple[float, 
     """Seconds of a step of random tokens, the median of ten, and the state after them."""
     mesh = tutorial.create_mesh(config, devices)
     shape = (config.batch_size, config.block_size + 1)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.uint16)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, shape, config.token_dtype)
     rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
     windows = jax.make_array_from_callback(shape, rows, lambda index: tokens[index])
     with jax.set_mesh(mesh):
@@ -110,7 +111,7 @@ def train(settings: dict, tutorial, notice: bool) -> None:
         line = add(log, step, metrics, saving)
         if context.get_world_rank() == 0:
             with (place / "lines").open("a") as file:
-                print(step, float(metrics["loss"]), time.time(), file=file)
+                print(step, float(metrics["loss"]), time.time(), os.getpid(), file=file)
         if step == KILL_AT and last and not (place / "hit").exists():
             ray.train.get_all_reported_checkpoints()  # waits until Ray has the one before
             (place / "hit").write_text(str(time.time()))
@@ -135,18 +136,19 @@ def what_happened(place: Path) -> dict:
     """Of the run with a kill: seconds to the next new step, and losses of both attempts."""
     rows = [line.split() for line in (place / "lines").read_text().splitlines()]
     hit = float((place / "hit").read_text())
-    first = {
-        int(step): float(loss) for step, loss, at in rows if float(at) <= hit + 0.5
-    }
-    after = [
-        (int(s), float(loss), float(at)) for s, loss, at in rows if float(at) > hit
-    ]
-    begun = next((i for i, x in enumerate(after) if x[0] <= KILL_AT), 0)
-    second = {step: loss for step, loss, _ in after[begun:]}
-    both = sorted(first.keys() & second.keys())
+    attempts: dict[str, dict[int, tuple[float, float]]] = {}
+    for step, loss, at, process in rows:
+        attempts.setdefault(process, {})[int(step)] = float(loss), float(at)
+    if len(attempts) < 2:
+        sys.exit(
+            f"No restart was seen in {STEPS} steps: they ended before the deadline"
+        )
+    before, after, *_ = attempts.values()
+    first, second = ({s: x for s, (x, _) in a.items()} for a in (before, after))
+    both, begun = sorted(first.keys() & second.keys()), min(after)
     return {
-        "seconds": after[begun][2] - hit,
-        "from": after[begun][0] - 1,
+        "seconds": after[begun][1] - hit,
+        "from": begun - 1,
         "last": max(second),
         "pairs": [(step, first[step], second[step]) for step in both],
     }

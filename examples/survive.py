@@ -108,14 +108,13 @@ def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
 
 def newest(folder: Path) -> Path | None:
     """The newest whole checkpoint, the same on all workers; None if there is none."""
-    name = ""
+    name, form = "", r"step_\d{8}(_[0-9a-f]{8})?"
     if ray.train.get_context().get_world_rank() == 0:
-        names = {path.name for path in folder.glob("step_*")}
-        ours = {x for x in names if re.fullmatch(r"step_\d{8}(_[0-9a-f]{8})?", x)}
-        whole = {x for x in ours if (folder / x / "commit_success.txt").exists()}
-        name = max(whole, default="")
-        for dead in (x for x in ours - whole if x[:13] < name[:13]):  # of earlier steps
-            (folder / dead).rmtree()
+        ours = {path for path in folder.iterdir() if re.fullmatch(form, path.name)}
+        whole = {path for path in ours if path / "commit_success.txt" in path.iterdir()}
+        name = max((path.name for path in whole), default="")
+        for dead in (path for path in ours - whole if path.name[:13] < name[:13]):
+            dead.rmtree()
     name = collective.broadcast_from_rank_zero(name)
     return folder / name if name else None
 

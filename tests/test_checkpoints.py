@@ -1,5 +1,7 @@
 """What the loop logs, saves, reports, and restores, as Ray Train's local mode runs it."""
 
+import errno
+import os
 import shutil
 import tarfile
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +39,7 @@ def config(small, write_bins):
         **{"n_layer": 1, "device_batch_size": 2, "max_steps": 11},
         **{"log_interval": 3, "eval_interval": 4, "eval_steps": 3},
     )
+    config.run_path.mkdir(parents=True)  # as Ray does
     return write_bins(config)
 
 
@@ -318,6 +321,29 @@ def test_only_the_commit_file_makes_a_checkpoint_whole(tutorial, tmp_path):
     assert gone == {"step_00000004", "step_00000004_0123abcd"}
     half.rename(tmp_path / "step_00000016_0123abcd")
     assert found() == "step_00000016_0123abcd"
+
+
+def test_storage_that_fails_is_not_empty_storage(tutorial, tmp_path, monkeypatch):
+    """A run would start over, and a whole checkpoint be deleted."""
+    folder = epath.Path(tmp_path / "a [b]")  # which is no pattern
+    for step in (8, 16):
+        (folder / f"step_{step:08d}").mkdir(parents=True)
+        (folder / f"step_{step:08d}/commit_success.txt").touch()
+    search = partial(tutorial.newest, folder)
+    assert as_worker(search).name == "step_00000016"
+    listdir = os.listdir
+    for name in ("a [b]", "step_00000008"):
+
+        def fail(path, name=name):
+            if str(path).endswith(name):
+                raise OSError(errno.EIO, "Input/output error")
+            return listdir(path)
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="Input"):
+            patch.setattr(os, "listdir", fail)
+            as_worker(search)
+    assert as_worker(search).name == "step_00000016"
+    assert (folder / "step_00000008").exists()
 
 
 def test_no_two_saves_write_to_one_folder(tutorial, tmp_path, reports):

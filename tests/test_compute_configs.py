@@ -73,7 +73,8 @@ def check_command(command: str) -> None:
         script = script.relative_to("/home/ray/gpt2")
     assert (ROOT / script).exists()
     config = load_config(ROOT / config, "storage", run_name=name)
-    assert {x.partition("=")[0] for x in changes} <= {"scaling.num_workers"}
+    keys = {"scaling.num_workers", "controller_failure_limit"}
+    assert {x.partition("=")[0] for x in changes} <= keys
 
 
 def test_an_anyscale_job_has_the_machines_of_the_other_file():

@@ -80,6 +80,10 @@ REFUSED = [
     ("storage_path: s3://b/runs?endpoint_override=x", "AWS_ENDPOINT_URL_S3"),
     ("run_name: ''", "run_name"),
     ("run_name: a/b", "run_name"),
+    ("run_name: 'a[1]'", "run_name"),
+    ("storage_path: '/runs/*'", "storage_path"),
+    ("scaling: {use_gpu: no}", "use_gpu: expected true or false, found 'no'"),
+    ("scaling: {resources_per_worker: {CPU: '1'}}", "CPU: expected a number"),
     ("scaling: {workers: 2}", "scaling.*workers"),  # no argument of Ray's
     (
         "scaling: {num_workers: 2, use_tpu: true}",

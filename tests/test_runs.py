@@ -47,6 +47,13 @@ def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypat
         runs.check_folder(config)
 
 
+def test_a_space_in_gs_is_refused(config):
+    """With which Ray would fail at the first save."""
+    wrong = replace(config, storage_path="gs://bucket/runs", run_name="a b")
+    with pytest.raises(ValueError, match="run_name: gs://bucket/runs/a b has a space"):
+        runs.check_folder(wrong)
+
+
 def test_a_jobs_copy_of_the_folder_keeps_no_runs(config):
     """Ray deletes it."""
     folder = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/storage"

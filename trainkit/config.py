@@ -25,7 +25,17 @@ class _Frozen(dict):
 
 
 def _freeze_scaling(scaling: dict) -> _Frozen:
-    """With a range as a tuple, which Ray wants, and YAML and JSON don't have."""
+    """With a range as a tuple, which Ray wants, and YAML and JSON don't have.
+
+    Raises:
+        ValueError: a switch or a resource is a text, such as YAML's `no`, which Ray would take.
+    """
+    for key in ("use_gpu", "use_tpu"):
+        if not isinstance(scaling.get(key, False), bool):
+            raise ValueError(f"{key}: expected true or false, found {scaling[key]!r}")
+    for kind, count in (scaling.get("resources_per_worker") or {}).items():
+        if isinstance(count, bool | str) or count < 0:
+            raise ValueError(f"{kind}: expected a number from 0, found {count!r}")
     number = scaling.get("num_workers")
     is_range = {"num_workers": tuple(number)} if isinstance(number, list) else {}
     return _Frozen(scaling | is_range)
@@ -86,9 +96,11 @@ class TrainingConfig(RecipeConfig):
     controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    run_name: Annotated[str, Field(pattern="^[^/]+$")] | None = None  # see load_config
+    # See load_config. Orbax takes the last three characters for a pattern, without a word.
+    run_name: Annotated[str, Field(pattern=r"^[^/\[*?]+$")] | None = None
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
-    storage_path: Folder = "runs"  # may be remote, such as s3://my-bucket/runs
+    # May be remote, such as gs://my-bucket/runs.
+    storage_path: Annotated[Folder, Field(pattern=r"^[^\[*?]+$")] = "runs"
 
     @property
     def padded_vocab_size(self) -> int:

@@ -207,7 +207,7 @@ def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
     step = 1
     if scaling.topology:  # whole TPU slices
         step = math.prod(map(int, scaling.topology.split("x"))) // each
-    numbers = range(scaling.min_workers, scaling.max_workers + 1, int(step))
+    numbers = range(scaling.min_workers, scaling.max_workers + 1, max(1, int(step)))
     return [int(workers * each) for workers in numbers]
 
 

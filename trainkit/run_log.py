@@ -1,5 +1,6 @@
 """The run's log: metrics.jsonl, a progress bar, a function of yours, and the watchdog."""
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -144,7 +145,11 @@ class _Lines:
     def __init__(self, config: TrainingConfig, step: int, send: Callable | None):
         self._path = config.run_path / "metrics.jsonl"
         self._grows = not paths.is_object_store(self._path)
-        texts = self._path.read_text().splitlines() if self._path.exists() else []
+        texts = []
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # and no other error: it is rewritten
+            texts = self._path.read_text().splitlines()
         texts = [text for text in texts if text.endswith("}")]  # not those cut off
         self._texts = [text for text in texts if json.loads(text)["step"] <= step]
         self._write()

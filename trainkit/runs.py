@@ -45,6 +45,11 @@ def check_folder(config: TrainingConfig) -> None:
             f"storage_path: {config.storage_path} is in a job's copy of this folder, which Ray "
             "deletes. Set storage_path and data_dir to folders that all nodes share."
         )
+    if config.storage_path.startswith("gs://") and " " in str(config.run_path):
+        raise ValueError(
+            f"storage_path, run_name: {config.run_path} has a space, with which Ray can't open "
+            "gs://. Choose names without"
+        )
     is_s3 = config.storage_path.startswith("s3://")
     form = r"step_\d{8}(_[0-9a-f]{8})?" if is_s3 else s3.NAME
     names = [path.name for path in config.run_path.glob("step_*")]
@@ -141,5 +146,5 @@ def _describe_holder(folder: epath.Path) -> str:
     holder, log = folder / _HOLDER, folder / "metrics.jsonl"
     said = holder.read_text() if holder.exists() else "a launch that just starts"
     if log.exists():
-        said += f", whose last line is {time.time() - log.stat().mtime:,.0f} s old"
+        said += f", whose last line is {time.time() - os.stat(log).st_mtime:,.0f} s old"
     return said

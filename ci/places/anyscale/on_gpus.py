@@ -11,6 +11,8 @@ import ray
 
 
 def run(file: str) -> int:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "pytest", "nbformat"]
+    subprocess.run(install, check=True)
     command = [sys.executable, "-m", "pytest", file]
     variables = os.environ | {"JAX_PLATFORMS": ""}  # whatever is there
     return subprocess.run(command, env=variables).returncode
@@ -18,6 +20,5 @@ def run(file: str) -> int:
 
 if __name__ == "__main__":
     gpus, file = sys.argv[1:]
-    packages = ["-r python_depset.lock", "pytest", "nbformat"]
-    ray.init(runtime_env={"working_dir": ".", "pip": packages})
+    ray.init(runtime_env={"working_dir": ".", "pip": "python_depset.lock"})
     sys.exit(ray.get(ray.remote(num_gpus=int(gpus))(run).remote(file)))
