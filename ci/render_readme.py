@@ -93,9 +93,8 @@ def shorten(text: str) -> str:
     """What a cell printed, without Ray's prefixes; of a log's steps, the first and last."""
     lines = [RAY.sub("", line).rstrip() for line in text.strip("\n").splitlines()]
     lines = [line.partition(" To troubleshoot the problem")[0] for line in lines]
-    for i in reversed(
-        range(1, len(lines) - 1)
-    ):  # a bar may leave a line between two steps
+    # A bar may leave an empty line between two steps.
+    for i in reversed(range(1, len(lines) - 1)):
         if not lines[i] and STEP.match(lines[i - 1]) and STEP.match(lines[i + 1]):
             del lines[i]
     shown = []

@@ -148,6 +148,18 @@ def cluster_with_a_head():
         cluster.shutdown()
 
 
+@contextlib.contextmanager
+def cluster_with(variables: dict[str, str]):
+    """A new cluster of one node, whose processes have these variables, as this one has."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        stop_ray()
+        start_ray()
+        yield
+        stop_ray()
+
+
 @pytest.fixture
 def head():
     with cluster_with_a_head() as cluster:

@@ -19,7 +19,7 @@ from accidents import (
     train_loop_of,
     wait_for,
 )
-from conftest import start_ray, stop_ray
+from conftest import cluster_with
 from places import GoogleStorage
 
 from trainkit import checkpoints
@@ -29,15 +29,10 @@ from trainkit import checkpoints
 def google(tmp_path_factory):
     """A server that the processes of a new cluster may use."""
     server = GoogleStorage(tmp_path_factory.mktemp("google"), "filesystem")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.variables.items():
-            patch.setenv(name, value)
-        server.start()
-        stop_ray()
-        start_ray()
+    server.start()
+    with cluster_with(server.variables):
         yield server
-        stop_ray()
-        server.stop()
+    server.stop()
 
 
 @pytest.fixture

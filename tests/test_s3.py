@@ -25,7 +25,7 @@ from accidents import (
     train_loop_of,
     wait_for,
 )
-from conftest import ROOT, start_ray, stop_ray
+from conftest import ROOT, cluster_with
 from etils import epath
 from moto.server import ThreadedMotoServer
 from orbax.checkpoint import v1 as orbax
@@ -46,14 +46,9 @@ def server():
         "AWS_ACCESS_KEY_ID": "tester",
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+    with cluster_with(variables):
         boto3.client("s3").create_bucket(Bucket="models")
-        stop_ray()
-        start_ray()
         yield server
-        stop_ray()
     server.stop()
 
 

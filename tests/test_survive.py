@@ -19,6 +19,8 @@ from conftest import ROOT
 from etils import epath
 from orbax.checkpoint import v1 as orbax
 
+from trainkit import s3
+
 ENVIRONMENT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_ADDRESS": "local"}
 STEPS = 120
 
@@ -211,7 +213,7 @@ def test_what_saves_elsewhere_is_refused_before_workers_start(
     wrong = Trainer("s3://bucket")
     with pytest.raises(AssertionError, match="wrong save: s3://bucket/run/"):
         tutorial.fit(wrong)
-    monkeypatch.setattr(tutorial, "save", __import__("trainkit.s3").s3.save)
+    monkeypatch.setattr(tutorial, "save", s3.save)
     tutorial.fit(Trainer("s3://bucket"))
     for place in ("gs://bucket", tmp_path):
         wrong.storage_path = str(place)

@@ -52,9 +52,8 @@ def mean_over_batch(
 def _mean_over_micro_batches(function, model, batch, k):
     """The mean of `function(model, micro_batch)` over k parts of the batch."""
 
-    def split(
-        x,
-    ):  # micro-batch i has rows i, i + k, and so on, so each device keeps its own
+    def split(x):
+        # Micro-batch i has rows i, i + k, and so on, so each device keeps its own.
         return x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1)
 
     micro_batches = jax.tree.map(split, batch)

@@ -46,7 +46,8 @@ def load_model(
         if kind == "s3":
             s3.unpack(files, folder, Path(unpacked))
         folder = {"s3": unpacked, "gcs": f"gs://{folder}"}.get(kind, folder)
-        values = orbax.metadata(folder).custom_metadata["config"]
+        saved = orbax.metadata(folder)
+        values = saved.custom_metadata["config"]
         # Runs anywhere, on windows of any length.
         values |= {"attention": "xla", "scan_layers": False}
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
@@ -56,8 +57,7 @@ def load_model(
             f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
             for name, x in named(model).items()
         }
-        saved = orbax.metadata(folder).metadata
-        _compare(folder, {n: x.shape for n, x in saved.items()}, abstract)
+        _compare(folder, {n: x.shape for n, x in saved.metadata.items()}, abstract)
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # without the optimizer's state
         with context:

@@ -6,6 +6,7 @@ rows of the token embedding.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,9 @@ def grid_of(devices: Sequence[jax.Device], fsdp: int, tensor: int) -> np.ndarray
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(slice_of(device), []).append(device)
-    grids = []
-    for each in slices.values():
-        shape = (len(each) // (fsdp * tensor), fsdp, tensor)
-        near = {"allow_split_physical_axes": True}
-        grids.append(mesh_utils.create_device_mesh(shape, each, **near))
+    to_grid = partial(mesh_utils.create_device_mesh, allow_split_physical_axes=True)
+    data = len(devices) // (len(slices) * fsdp * tensor)
+    grids = [to_grid((data, fsdp, tensor), each) for each in slices.values()]
     return np.concatenate(grids)
 
 
