@@ -66,7 +66,9 @@ class RunLog:
         step = int(arrays["step"])
         self._flops = flops_per_token(config, arrays)
         self._peak = peak_flops(jax.devices()[0].device_kind)
-        self._since: tuple[int, float] | None = None  # a step that was done, and when
+        # A step that was done, and when: from which speed counts, and at the last step.
+        self._since: tuple[int, float] | None = None
+        self._seen: tuple[int, float] | None = None
         self._recent: dict[int, dict] = {}
         self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
@@ -94,9 +96,11 @@ class RunLog:
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
         self._recent[step] = metrics
         jax.block_until_ready(self._recent.get(step - 2))
-        if not self._since and step - 2 in self._recent:
+        seen, self._seen = self._seen, None
+        if step - 2 in self._recent:
             waits_for_us = _is_done(self._recent[step - 1])  # the device, not we for it
-            self._since = step if waits_for_us else step - 2, time.perf_counter()
+            self._seen = step if waits_for_us else step - 2, time.perf_counter()
+            self._since = self._since or self._seen
         if self._lines:
             self._lines.bar.update()
         if not saving and step % self._config.log_interval:
@@ -106,7 +110,7 @@ class RunLog:
                 raise ValueError(
                     f"metrics: expected scalars, found {name} of shape {shape}"
                 )
-        speed = self._speed(step, saving)
+        speed = self._speed(step, saving, seen)
         recent = jax.tree.map(float, jax.device_get(self._recent))
         self._recent = {}
         for each, values in recent.items():
@@ -121,18 +125,23 @@ class RunLog:
             self._lines.add(line, saving)
         return line
 
-    def _speed(self, step: int, saving: bool) -> dict:
+    def _speed(self, step: int, saving: bool, seen: tuple[int, float] | None) -> dict:
         """Of training since the last line, without evaluations, saves, and the first step
         after each of these or a start, which may be compiled. {} if that leaves no step.
         """
-        # What a step returns is there before what an evaluation after it returns.
-        jax.block_until_ready(next(iter(self._recent[step].values())))
-        since, now = self._since, time.perf_counter()
-        self._since = None if saving else (step, now)
-        if not since or since[0] == step:
+        # What a step returns is there before what an evaluation after it returns. If it is
+        # there already, an evaluation was compiled meanwhile: count up to what was seen before.
+        name, value = next(iter(self._recent[step].items()))
+        is_late = saving and _is_done({name: value})
+        jax.block_until_ready(value)
+        done = seen if is_late else (step, time.perf_counter())
+        since, self._since = self._since, None if saving else done
+        if not since or not done or since[0] >= done[0]:
             return {}
-        tokens = (step - since[0]) * self._config.batch_size * self._config.block_size
-        speed = tokens / (now - since[1])
+        tokens = (
+            (done[0] - since[0]) * self._config.batch_size * self._config.block_size
+        )
+        speed = tokens / (done[1] - since[1])
         found: dict[str, float] = {"tokens_per_s": round(speed)}
         if self._peak:
             found["mfu"] = speed * self._flops / (self._peak * jax.device_count())
