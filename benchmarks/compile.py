@@ -2,6 +2,7 @@
 
     python benchmarks/compile.py configs/gpt2-124m.yaml 8xh200 [key=value ...]
     python benchmarks/compile.py configs/gpt2-124m-tpu-v6e.yaml v6e:4x4 [key=value ...]
+    python benchmarks/compile.py configs/llama-1b-gpu.yaml 8xh200 --model examples/llama.py
 
 For GPUs, whose descriptions are in gpus/, `pip install 'jax[cuda12]'` brings the compiler, and
 for TPUs, `pip install libtpu`. Prints, for each device, what the program keeps and takes in
@@ -61,11 +62,13 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("devices", help="8xh200, a topology such as v6e:4x4, and so on")
     parser.add_argument("changes", nargs="*", help="key=value, on top of the file")
-    arguments = parser.parse_args()
+    parser.add_argument("--model", type=Path, help="a file to put below RULES")
+    parser.add_argument("--text", type=Path, help="where to write the program")
+    arguments = parser.parse_intermixed_args()
     pairs = (change.split("=", 1) for change in arguments.changes)
     changes = {key: YAML(typ="safe", pure=True).load(text) for key, text in pairs}
     config = trainkit.config_files.load_config(arguments.config, "storage", **changes)
-    tutorial = common.load_notebook()
+    tutorial = common.load_notebook(model=arguments.model)
     devices = virtual_devices(arguments.devices, config)
     mesh = tutorial.create_mesh(config, devices)
     state = tutorial.abstract_state(config, mesh)
@@ -84,6 +87,8 @@ def main() -> None:
     times.append(time.perf_counter())
     memory = compiled.memory_analysis()
     text = compiled.as_text()
+    if arguments.text:
+        arguments.text.write_text(text)
     report = {
         "config": Path(arguments.config).stem,
         **config.layout(len(devices)),

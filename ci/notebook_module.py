@@ -33,8 +33,11 @@ def code_cells(path: Path = NOTEBOOK) -> list:
     return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
 
 
-def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
-    """The notebook's definitions as the module `tutorial`."""
+def load_notebook(path: Path = NOTEBOOK, model: Path | None = None) -> types.ModuleType:
+    """The notebook's definitions as the module `tutorial`.
+
+    Those of the file `model`, such as examples/llama.py, take the places of GPT-2's.
+    """
     module = types.ModuleType("tutorial")
     sys.modules["tutorial"] = module
     vars(module).update(GIVEN)
@@ -46,5 +49,7 @@ def load_notebook(path: Path = NOTEBOOK) -> types.ModuleType:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[name] = len(cell.source), None, lines, name  # as Jupyter does
         exec(compile(tree, name, "exec"), module.__dict__)
+    if model:
+        exec(compile(model.read_text(), model, "exec"), module.__dict__)
     ray.cloudpickle.register_pickle_by_value(module)
     return module

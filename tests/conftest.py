@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import socket
+import sys
 import threading
 from functools import partial
 from importlib.metadata import version
@@ -92,10 +93,18 @@ def tutorial():
     return load_notebook()
 
 
+@pytest.fixture(scope="session")
+def llama(tutorial):
+    """The notebook with examples/llama.py in a cell below its rules."""
+    module = load_notebook(model=ROOT / "examples/llama.py")
+    sys.modules["tutorial"] = tutorial
+    return module
+
+
 @pytest.fixture(autouse=True)
 def mesh(request):
     """Of one device, as the page sets it, where a test uses the notebook."""
-    if "tutorial" not in request.fixturenames:
+    if not {"tutorial", "llama"} & {*request.fixturenames}:
         yield
         return
     create_mesh = request.getfixturevalue("tutorial").create_mesh

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
@@ -17,9 +18,12 @@ from trainkit import ops
 
 
 def test_splash_attention_equals_the_plain_one():
-    """The TPU kernel, interpreted: the same results and gradients, over two of its blocks."""
-    shape = (1, 1024, 1, 64)  # B, T, H, D/H
+    """The TPU kernel, interpreted: the same results and gradients, over two of its blocks, of
+    two heads that share keys and values.
+    """
+    shape = (1, 1024, 2, 64)  # B, T, H, D/H
     q, k, v, weight = jax.random.normal(jax.random.key(0), (4, *shape))
+    k, v = k[:, :, :1], v[:, :, :1]
 
     def run(kernel):
         y, pull = jax.vjp(kernel, q, k, v)
@@ -27,7 +31,7 @@ def test_splash_attention_equals_the_plain_one():
 
     plain = run(partial(jax.nn.dot_product_attention, is_causal=True))
     with pltpu.force_tpu_interpret_mode():
-        fast = jax.jit(run, static_argnums=0)(ops.splash_attention)
+        fast = jax.jit(run, static_argnums=0)(ops._splash_attention)
     for expected, found in zip(plain, fast):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
@@ -41,8 +45,11 @@ def test_a_kernel_gets_its_devices_windows_and_heads():
         return q
 
     over_data = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
-    kernel = ops.on_each_device(note)
-    of_each_replica = jax.shard_map(lambda q: kernel(q, q, q), **over_data)
+
+    def run(q):
+        return ops._on_each_device(note, None, "tensor")(q, q, q)
+
+    of_each_replica = jax.shard_map(run, **over_data)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3)
     with jax.sharding.use_abstract_mesh(mesh):
         y = jax.eval_shape(of_each_replica, np.zeros((8, 16, 6, 3)))
@@ -53,10 +60,50 @@ def test_a_scanned_block_keeps_its_input_and_its_parameters(tutorial, small):
     """For the backward pass, which computes the rest again."""
     blocks = tutorial.create_model(small(n_layer=5)).h
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
-    _, pull = jax.vjp(lambda x: ops.scan_blocks(blocks, x), x)
+    _, pull = jax.vjp(lambda x: ops.run_blocks(blocks, x, scan=True), x)
     kept = sum(np.size(array) for array in jax.tree.leaves(pull))
     expected = 5 * x.size + sum(array.size for array in jax.tree.leaves(blocks))
     assert kept == pytest.approx(expected, rel=0.05)
+
+
+class Dropped(nnx.Module):
+    """A block that adds a binary digit at each of two places, zero where it is dropped."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, x, keys):
+        for place in 0, 1:
+            x = 2 * x + ops.dropout(jnp.ones_like(x), keys, place, self.config)
+        return x
+
+
+def test_dropout_is_of_row_layer_place_and_step(tutorial, small):
+    """The share of zeros, and the scale of the rest; the same if layers are scanned."""
+    config = small(dropout=0.25, batch_size=8)
+    zeros = jnp.zeros((8, 40, 50))
+    blocks = [Dropped(config) for _ in range(2)]
+    masks = []
+    for step in 3, 4:
+        keys = ops.row_keys(config, step)
+        y = ops.run_blocks(blocks, zeros, keys)
+        np.testing.assert_array_equal(ops.run_blocks(blocks, zeros, keys, True), y)
+        digits = np.array(y * 0.75)
+        np.testing.assert_allclose(digits, digits.round(), atol=1e-3)
+        masks += [digits.round().astype(int) >> place & 1 for place in range(4)]
+        masks.append(ops.dropout(zeros + 1, keys, 0, config) > 0)
+    rows = np.array(masks, bool).reshape(10 * 8, -1)  # of each mask and window
+    np.testing.assert_allclose(1 - rows.mean(axis=1), 0.25, atol=0.05)
+    agree = (rows[:, None] == rows).mean(axis=-1)[~np.eye(len(rows), dtype=bool)]
+    np.testing.assert_allclose(agree, 0.75**2 + 0.25**2, atol=0.06)
+
+
+def test_without_dropout_nothing_is_drawn(tutorial, small):
+    config = small()
+    state = jax.eval_shape(lambda: tutorial.create_state(config))
+    windows = np.zeros((4, 17), np.uint16)
+    assert "random" not in tutorial.train_step.lower(state, windows, config).as_text()
+    assert ops.row_keys(config, 0) is None
 
 
 @pytest.mark.parametrize("half", ["", "features", "table features"])  # an untied head

@@ -209,7 +209,7 @@ PROGRAM = """
 import json, os, sys
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
 sys.path[:0] = ["benchmarks", "examples", "tests"]
-import jax, llama
+import jax, llama, llamas
 from common import collectives
 from conftest import load_notebook, small_config
 from samples import windows_for
@@ -219,9 +219,8 @@ tutorial = load_notebook()
 
 def run(data, fsdp, tensor, k=1, jit=False, **changes):
     windows = 24 // (data * fsdp * k)
-    config = small_config(
-        "build", n_layer=1, batch_size=24, device_batch_size=windows, fsdp=fsdp,
-        tensor_parallel=tensor, **changes)
+    sizes = {"n_layer": 1, "batch_size": 24, "device_batch_size": windows, "fsdp": fsdp}
+    config = small_config("build", **sizes | {"tensor_parallel": tensor} | changes)
     mesh = tutorial.create_mesh(config, jax.devices()[: data * fsdp * tensor])
     rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
     with jax.set_mesh(mesh):
@@ -241,15 +240,19 @@ runs = (1, 1, 1, 1), (1, 1, 1, 3), (4, 1, 1, 1), (4, 1, 1, 3), (1, 4, 1, 3), (2,
 same = {f"{(*mesh,)} {k}": run(*mesh, k)[1] for *mesh, k in runs}
 _, same["scanned"] = run(2, 2, 1, 3, scan_layers=True)
 _, half = run(4, 1, 1, 3, compute_dtype="bfloat16")
-others = []
+dropped = [run(*mesh, k, dropout=0.2, n_layer=2, **changes)[1] for *mesh, k, changes in (
+    (1, 1, 1, 1, {}), (2, 1, 1, 1, {}), (1, 2, 1, 2, {"scan_layers": True}))]
+others, keys = [], llamas.SHAPES["llama, 3 heads a group"] | {"block_size": 16}
 for name in ("create_model", "loss_fn", "RULES"):
     setattr(tutorial, name, getattr(llama, name))
 for mesh in (1, 1, 1), (2, 2, 2):  # with an odd vocabulary, such as GPT-2's
-    model, found = run(*mesh, 3, jit=True, tokenizer="builtin", vocab_size=2049)
-    found["part"] = model.blocks[0].qkv.kernel[...].addressable_shards[0].data.shape
+    changes = {"tokenizer": "builtin", "vocab_size": 2049, "dropout": 0.1}
+    model, found = run(*mesh, 3, jit=True, **keys | changes)
+    kernel = model.layers[0].self_attn.k_proj.kernel[...]
+    found["part"] = kernel.addressable_shards[0].data.shape
     found["text"] = generate(model, ["The value"], 8, temperature=0)
     others.append(found)
-print(json.dumps({"same": same, "half": half, "llama": others}))
+print(json.dumps({"same": same, "half": half, "dropped": dropped, "llama": others}))
 """
 
 
@@ -275,10 +278,19 @@ def test_meshes_and_micro_batches_change_rounding_only(runs):
 
 
 @pytest.mark.slow
-def test_a_model_that_knows_nothing_of_devices_on_a_mesh(runs):
+def test_dropout_is_the_same_on_any_mesh(runs):
+    """With micro-batches, and with scanned layers; and it isn't nothing."""
+    alone, *others = (run["steps"] for run in runs["dropped"])
+    for other in others:
+        np.testing.assert_allclose(other, alone, atol=2e-5)
+    assert abs(alone[0][0] - runs["same"]["(1, 1, 1) 1"]["steps"][0][0]) > 1e-3
+
+
+@pytest.mark.slow
+def test_llama_on_a_mesh(runs):
     """examples/llama.py: on 2 x 2 x 2 devices, with its own rules, it equals one device."""
     alone, divided = runs["llama"]
     np.testing.assert_allclose(divided["steps"], alone["steps"], atol=1e-4)
     assert alone["steps"][-1][0] < 0.8 * alone["steps"][0][0]
-    assert alone["part"] == [32, 96] and divided["part"] == [16, 48]
+    assert alone["part"] == [54, 20] and divided["part"] == [27, 10]
     assert alone["text"] == divided["text"] and alone["text"][0].startswith("The value")

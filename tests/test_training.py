@@ -1,6 +1,7 @@
 """Steps 4 and 5: the optimizer and the train step, against PyTorch and against themselves."""
 
 import jax
+import llamas
 import numpy as np
 import pytest
 import tiktoken
@@ -37,12 +38,15 @@ def test_learning_rate_is_nanogpts(tutorial, small):
         assert float(schedule(step)) == pytest.approx(nanogpt(step), rel=1e-5), step
 
 
-def test_twenty_steps_equal_pytorch(tutorial, small, tmp_path):
+@pytest.mark.parametrize("kind", ["gpt2", *llamas.SHAPES][:5:2])
+def test_twenty_steps_equal_pytorch(tutorial, llama, small, tmp_path, kind):
     """Same weights, same batches; evaluation, AdamW with its groups, clipping, schedule."""
-    config = small(weight_decay=1.0, grad_clip=0.5, device_batch_size=2)
+    tutorial = llama if kind in llamas.SHAPES else tutorial
+    shape = llamas.SHAPES.get(kind, {}) | {"vocab_size": 521, "block_size": 16}
+    config = small(**shape, weight_decay=1.0, grad_clip=0.5, device_batch_size=2)
     state = tutorial.create_state(config)
     before = trainkit.huggingface.export(state.model, tmp_path / "before")
-    peer = transformers.GPT2LMHeadModel.from_pretrained(before).eval()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(before).eval()
     decay = [p for p in peer.parameters() if p.dim() >= 2]
     rest = [p for p in peer.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(

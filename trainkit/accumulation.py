@@ -1,7 +1,6 @@
 """Gradient accumulation: a mean over a batch, in micro-batches and over replicas."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,11 @@ from trainkit.config import TrainingConfig
 
 
 def mean_over_batch(
-    function: Callable, model: nnx.Module, batch: Any, config: TrainingConfig
+    function: Callable,
+    model: nnx.Module,
+    batch: Any,
+    config: TrainingConfig,
+    keys: jax.Array | None = None,
 ):
     """The mean of `function(model, batch, config)` over a batch, in parts.
 
@@ -28,14 +31,19 @@ def mean_over_batch(
     Args:
         batch: windows [B, T + 1], or any pytree of arrays [B, ...], divided over the axes
             `data` and `fsdp` of the mesh that is set.
+        keys: [B], which `function` gets as one more argument, unless they are None.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rows = len(jax.tree.leaves(batch)[0]) // (mesh.shape["data"] * mesh.shape["fsdp"])
     k = config.micro_batches(rows)
-    function = partial(function, config=config)
+    given = (batch,) if keys is None else (batch, keys)
 
-    def mean_of_replica(model, batch):
-        mean = _mean_over_micro_batches(function, model, batch, k)
+    def of_micro_batch(model, given):
+        batch, *keys = given
+        return function(model, batch, config, *keys)
+
+    def mean_of_replica(model, given):
+        mean = _mean_over_micro_batches(of_micro_batch, model, given, k)
         return jax.tree.map(lambda x: x[None], mean)  # a row of what shard_map returns
 
     mean_of_each = jax.shard_map(
@@ -46,7 +54,7 @@ def mean_over_batch(
         check_vma=False,  # or jax.grad would sum over replicas, in every micro-batch
     )
     # Here, and only here, replicas communicate.
-    return jax.tree.map(lambda x: x.mean(axis=0), mean_of_each(model, batch))
+    return jax.tree.map(lambda x: x.mean(axis=0), mean_of_each(model, given))
 
 
 def _mean_over_micro_batches(function, model, batch, k):

@@ -18,7 +18,24 @@ from trainkit import paths
 
 
 class _Frozen(dict):
-    """A mapping that stays as it is, so that a configuration is a static argument of jit."""
+    """A mapping that stays as it is, so that a configuration is a static argument of jit.
+
+    It knows which of its keys were read, for `launch.check`.
+    """
+
+    def __init__(self, values=()):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def __iter__(self):  # so that `**` reads by __getitem__
+        return super().__iter__()
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(json.dumps(self, sort_keys=True))
@@ -60,8 +77,10 @@ class RecipeConfig:
     n_layer: PositiveInt = 12
     n_head: PositiveInt = 12
     n_embd: PositiveInt = 768
+    dropout: Fraction = 0.0  # of embeddings and of what each layer adds, in training
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
-    init_from: PathOrName | None = None  # a Hugging Face GPT-2, which brings the shape
+    init_from: PathOrName | None = None  # a Hugging Face model, which brings the shape
+    model: Annotated[dict, AfterValidator(_Frozen)] = _Frozen()  # keys of your own
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: PositiveFloat = 6e-4  # the highest; it falls to a tenth

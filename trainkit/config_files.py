@@ -41,8 +41,8 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     tokenizer = paths.path_or_name(values.get("tokenizer", RecipeConfig.tokenizer))
     if tokenizer != RecipeConfig.tokenizer:
         dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
-        if not values.get("init_from"):
-            values.setdefault("vocab_size", tokenizers.load(tokenizer).n_vocab)
+        if not values.keys() & {"init_from", "vocab_size"}:
+            values["vocab_size"] = tokenizers.load(tokenizer).n_vocab
     if values.get("init_from"):
         name = paths.path_or_name(values["init_from"])
         shape = huggingface.published_shape(name, tokenizer)

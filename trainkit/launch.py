@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from ray.train.v2.api.config import ScalingConfig
 
-from trainkit import ops, runs, token_files, tokenizers
+from trainkit import huggingface, ops, runs, token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 
@@ -36,7 +35,7 @@ def check(
     Args:
         create_state: `create_state(config)` gives the first state.
         abstract_state: `abstract_state(config, mesh)` gives the state's shapes and shardings.
-        loss_fn: `loss_fn(model, windows, config)`.
+        loss_fn: `loss_fn(model, windows, config)`, and with dropout `keys` after them.
 
     Raises:
         ValueError: the run couldn't be continued, the workers can't share a batch, an array
@@ -106,8 +105,9 @@ def check_sharding(
     """Refuse what would fail on so many devices, without one of them.
 
     Raises:
-        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, or a
-            kernel doesn't take the configuration.
+        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, a
+            kernel doesn't take the configuration, a key of `model` isn't used, or `init_from`
+            is another kind of model.
         Exception: what the loss raises when it is traced.
     """
     if config.attention == "splash" and config.block_size % ops.SPLASH_BLOCK:
@@ -127,15 +127,26 @@ def check_sharding(
         (data * config.fsdp, config.block_size + 1), "uint16"
     )
 
+    def loss(model, windows):
+        keys = ops.row_keys(traced, 0)
+        more = () if keys is None else (keys[: len(windows)],)
+        return loss_fn(model, windows, traced, *more)
+
     def trace():
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(lambda: check_parameters(create_state(traced).model))
             state = abstract_state(traced, mesh)
             _check_shards(state, mesh)
-            jax.eval_shape(partial(loss_fn, config=traced), state.model, windows)
+            jax.eval_shape(loss, state.model, windows)
+            if config.init_from:
+                huggingface.check(config, state.model)
 
     with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
         pool.submit(trace).result()
+    if unread := traced.model.keys() - traced.model.read:
+        raise ValueError(
+            f"model: neither the model nor its loss has read {', '.join(sorted(unread))}"
+        )
 
 
 def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> None:

@@ -1,7 +1,7 @@
-"""What Flax lacks for a language model: kernels on a mesh, scanned blocks, a loss in parts.
+"""What Flax lacks for a language model: kernels and dropout on a mesh, a loss in parts.
 
 In the comments, B is the batch, T the tokens of a window, D the width, H the heads, and V the
-rows of the token embedding.
+rows of the output layer.
 """
 
 import math
@@ -40,24 +40,34 @@ def slice_of(device: jax.Device) -> int:
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
-def on_each_device(kernel: Callable) -> Callable:
-    """`kernel(q, k, v)` of arrays [B, T, H, D/H], run by each device on its part of B and H.
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, kernel: str
+) -> jax.Array:
+    """Causal attention, [B, T, H, D/H], by the kernel that the key `attention` names.
+
+    If `k` and `v` have fewer heads than `q`, a group of its heads shares each of theirs.
+    """
+    attend = partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=kernel
+    )
+    if kernel == "splash":
+        attend = _splash_attention
+    return _on_each_device(attend, None, "tensor")(q, k, v)
+
+
+def _on_each_device(function: Callable, *axes: str | None) -> Callable:
+    """`function` of arrays [B, ...], run by each device on its part of B and of `axes`.
 
     XLA can't look into a kernel to divide its work, as it divides all else. Where `data` is
     divided already, as in `accumulation.mean_over_batch`, the axes that are left divide B.
     """
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        divided = jax.sharding.get_abstract_mesh().manual_axes
-        batch = tuple(axis for axis in ("data", "fsdp") if axis not in divided)
-        part = P(batch, None, "tensor")
-        each = jax.shard_map(kernel, in_specs=part, out_specs=part, check_vma=False)
-        return each(q, k, v)
-
-    return run
+    divided = jax.sharding.get_abstract_mesh().manual_axes
+    batch = tuple(axis for axis in ("data", "fsdp") if axis not in divided)
+    part = P(batch, *axes)
+    return jax.shard_map(function, in_specs=part, out_specs=part, check_vma=False)
 
 
-def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention by the TPU's Pallas kernel; q, k, v, and the result are [B, T, H, D/H].
 
     A TPU keeps the last axis of an array in rows of 128 numbers, and GPT-2's heads have 64:
@@ -83,20 +93,71 @@ def splash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)  # (B, H, T, D/H) -> (B, T, H, D/H)
 
 
-def scan_blocks(blocks: Sequence[nnx.Module], x: jax.Array) -> jax.Array:
+def run_blocks(
+    blocks: Sequence[nnx.Module],
+    x: jax.Array,
+    keys: jax.Array | None = None,
+    scan: bool = False,
+) -> jax.Array:
     """The last block's output, [B, T, D], from the first block's input `x`.
 
-    One compiled block runs in a loop over all parameters: many blocks compile to a long
-    program, and this one stays short. `jax.checkpoint` keeps only each block's input; the
-    backward pass computes the rest again, which costs a third more arithmetic.
+    With `scan`, one compiled block runs in a loop over all parameters: many blocks compile to
+    a long program, and this one stays short. `jax.checkpoint` keeps only each block's input;
+    the backward pass computes the rest again, which costs a third more arithmetic.
+
+    Args:
+        keys: of `row_keys`. Each block is called as `block(x, keys)`, with keys of its own, and
+            without dropout as `block(x)`.
     """
+
+    def run_block(x, numbered):
+        number, block = numbered
+        if keys is None:
+            return block(x), None
+        return block(x, _fold_in(keys, number + 1)), None
+
+    if not scan:
+        for numbered in enumerate(blocks):
+            x, _ = run_block(x, numbered)
+        return x
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *blocks)
+    numbers = None if keys is None else jnp.arange(len(blocks))
+    return jax.lax.scan(jax.checkpoint(run_block), x, (numbers, stacked))[0]
 
-    @jax.checkpoint
-    def run_block(x, block):
-        return block(x), None
 
-    return jax.lax.scan(run_block, x, stacked)[0]
+def row_keys(config: TrainingConfig, step: jax.Array) -> jax.Array | None:
+    """A random key for each row of a step's batch, [B], by the seed; None without dropout."""
+    if not config.dropout:
+        return None
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    rows = jnp.arange(config.batch_size)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
+def dropout(
+    x: jax.Array, keys: jax.Array | None, place: int, config: TrainingConfig
+) -> jax.Array:
+    """`x`, [B, T, D], of which the share `config.dropout` is zero, and the rest is scaled.
+
+    Which numbers are zero depends on the row's key and the `place` in its block, and so neither
+    on the mesh nor on micro-batches (Srivastava et al. 2014).
+
+    Args:
+        keys: [B], or None, with which `x` stays as it is.
+    """
+    if keys is None:
+        return x
+    share = 1 - config.dropout
+
+    def drop(x, keys):
+        draw = partial(jax.random.bernoulli, p=share, shape=x.shape[1:])
+        return jnp.where(jax.vmap(draw)(keys), x / share, 0)
+
+    return _on_each_device(drop)(x, _fold_in(keys, place))
+
+
+def _fold_in(keys: jax.Array, number: jax.Array | int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
 def cross_entropy(
@@ -109,7 +170,7 @@ def cross_entropy(
     and the backward pass only scales them.
 
     Args:
-        table: token embeddings, [V, D].
+        table: of the output layer, [V, D]; GPT-2's are its token embeddings.
         features: [B, T, D].
         targets: int, [B, T].
     """

@@ -216,7 +216,8 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     """FLOPs to train on a token: 6N + 12LDT, as nanoGPT's `estimate_mfu`.
 
     N counts the model's weights but tables that are only looked up: embeddings, unless they
-    are the output layer, too. L layers of width D attend to T tokens.
+    are the output layer, too. In L layers, heads of D numbers in all attend to T tokens;
+    D is `n_embd`, unless `model` has a `head_dim`.
     """
     names = [name for name in arrays if name.startswith("model.")]
     looked_up = [name for name in names if name.endswith(".embedding")]
@@ -224,7 +225,8 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     V = config.padded_vocab_size
     if not any(V in arrays[name].shape for name in names):  # no other output layer
         names += [name for name in looked_up if V in arrays[name].shape]
-    attention = 12 * config.n_layer * config.n_embd * config.block_size
+    size = config.model.get("head_dim", config.n_embd / config.n_head)
+    attention = int(12 * config.n_layer * config.n_head * size * config.block_size)
     return 6 * sum(arrays[name].size for name in names) + attention
 
 
