@@ -1,14 +1,44 @@
 """The guide's recipes for daily work, as they stand there, with the libraries they name."""
 
+import os
 import re
+import signal
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from accidents import log_of
+from accidents import in_the_background, last_step, log_of, wait_for
 from conftest import ROOT
-from samples import block_of_guide
+from samples import block_of_guide, run_from_guide
 from tensorboardX.proto import event_pb2
+
+
+@pytest.mark.extra
+def test_a_sweep(tutorial, cluster, small, write_bins):
+    """Two runs side by side, of which one loses a worker. Launched again, they are done."""
+    base = write_bins(small(n_layer=1, max_steps=30, run_name="sweep"))
+    names = vars(tutorial) | {"config_path": "", "load_config": lambda *_, **more: base}
+    block = block_of_guide("tune.Tuner(").replace("trials=1", "trials=2")
+    rates = 3e-4, 1e-3, 3e-3
+    first, second, third = (replace(base, run_name=f"sweep-{x}") for x in rates)
+    with in_the_background(lambda: exec(block, names)) as finish:
+        wait_for(lambda: last_step(first) >= 13, pause=0.005, what="step 13")
+        assert first.run_path.exists() and second.run_path.exists()
+        assert not third.run_path.exists()
+        holder = (first.run_path / "locked-by.txt").read_text()
+        os.kill(int(holder.split()[1]), signal.SIGKILL)
+        finish()
+    table = run_from_guide("get_dataframe()", names)["table"]
+    assert sorted(table["config/learning_rate"]) == [*rates]
+    logs = [log_of(config) for config in (first, second, third)]
+    for log in logs:
+        assert [line["step"] for line in log] == [*range(1, 31)]
+    assert sorted(table["val_loss"]) == sorted(log[-1]["val_loss"] for log in logs)
+    exec(block, names)
+    again = run_from_guide("get_dataframe()", names)["table"]
+    assert sorted(again["val_loss"]) == sorted(table["val_loss"])
+    assert [log_of(config) for config in (first, second, third)] == logs
 
 
 def tracker(name: str, place: str) -> str:
