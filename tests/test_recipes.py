@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from accidents import in_the_background, last_step, log_of, wait_for
 from conftest import ROOT
+from notebook_module import code_cells
 from samples import block_of_guide, run_from_guide
 from tensorboardX.proto import event_pb2
 
@@ -93,3 +94,30 @@ def test_other_trackers(
     assert [step for _, step, _ in found] == [*range(1, 11)]
     losses = [line["loss"] for line in log_of(config)]
     assert [loss for *_, loss in found] == pytest.approx(losses)
+
+
+@pytest.mark.extra
+def test_a_profile_and_the_programs(
+    tutorial, cluster, small, write_bins, tmp_path, monkeypatch
+):
+    """In the notebook's loop, with the guide's lines and variables, of one worker's steps."""
+    config = write_bins(small(n_layer=1, max_steps=30, run_name="profiled"))
+    cells = (cell.source for cell in code_cells())
+    (loop,) = [x for x in cells if "def train_loop_per_worker" in x]
+    lines = block_of_guide("start_trace").replace("/shared", str(tmp_path))
+    loop, count = re.subn(
+        r"^ +line = log\.add\(.*\n", rf"\g<0>{lines}", loop, flags=re.M
+    )
+    assert count == 1
+    names = vars(tutorial) | {"run": config}
+    exec(loop, names)
+    for variable in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(variable, "")
+    exec(block_of_guide("xla_dump_to").replace("/tmp", str(tmp_path)), names)
+    run_from_guide('"NCCL_DEBUG"', names)
+    assert last_step(config) == 30
+    (profile,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    assert profile.read_bytes().count(b"train_step") > 5
+    dumped = [path.name for path in (tmp_path / "hlo").iterdir()]
+    assert any("jit_train_step" in x and "before_opt" in x for x in dumped)
+    assert any("jit_train_step" in x and "after_opt" in x for x in dumped)
