@@ -5,11 +5,13 @@
 With the workers of the configuration's `scaling`, and its model: compares gradients and
 attention with float32 on the CPU, measures the train step on one device and on all, writes and
 reads a checkpoint, and trains 40 steps of random tokens, in which a worker is killed, or, with
-`--notice`, its node is drained, for which the cluster must have room elsewhere. `--storage` is
-the folder that all nodes share, in which it leaves a folder `rehearsal-*`.
+`--notice`, a worker's node is drained, but not the head, and the cluster must have room
+elsewhere. `--storage` is the folder that all nodes share, in which it leaves a folder
+`rehearsal-*`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -36,6 +38,8 @@ from trainkit.config import TrainingConfig
 from trainkit.config_files import load_config
 
 STEPS, SAVE_AT, KILL_AT = 40, 16, 21
+NOTICE_S = 30  # from a notice until its node ends
+PAUSE_S = 5  # in each step after a notice, so that the run doesn't end before the node
 
 
 def compare() -> str:
@@ -101,10 +105,29 @@ def measure(settings: dict, tutorial) -> dict:
     return found
 
 
+def drain() -> None:
+    """Give notice that this worker's node will end."""
+    context = ray.get_runtime_context()
+    command = ["ray", "drain-node", "--address", context.gcs_address]
+    command += ["--node-id", context.get_node_id(), "--reason-message", "rehearsal"]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    command += ["--deadline-remaining-seconds", str(NOTICE_S)]
+    subprocess.run(command, check=True)
+
+
+def is_on_head() -> bool:
+    node = ray.get_runtime_context().get_node_id()
+    (found,) = [x["Resources"] for x in ray.nodes() if x["NodeID"] == node]
+    return "node:__internal_head__" in found
+
+
 def train(settings: dict, tutorial, notice: bool) -> None:
-    """The notebook's loop; the last worker is killed once, or its node is drained."""
+    """The notebook's loop; the last worker is killed once, or a node is drained."""
     place, context = Path(settings["notes"]), ray.train.get_context()
-    last = context.get_world_rank() == context.get_world_size() - 1
+    hit = place / "hit"  # holds when
+    is_first_attempt = not hit.exists()
+    is_last = context.get_world_rank() == context.get_world_size() - 1
+    may_hit = not is_on_head() if notice else is_last  # without its head, no cluster
     add = tutorial.run_log.RunLog.add
 
     def add_and_note(log, step, metrics, saving):
@@ -112,20 +135,14 @@ def train(settings: dict, tutorial, notice: bool) -> None:
         if context.get_world_rank() == 0:
             with (place / "lines").open("a") as file:
                 print(step, float(metrics["loss"]), time.time(), os.getpid(), file=file)
-        if step == KILL_AT and last and not (place / "hit").exists():
+        if step == KILL_AT and may_hit and is_first_attempt:
             ray.train.get_all_reported_checkpoints()  # waits until Ray has the one before
-            (place / "hit").write_text(str(time.time()))
-            if notice:
-                node = ray.get_runtime_context().get_node_id()
-                options = (
-                    "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message rehearsal"
-                )
-                command = f"ray drain-node --node-id {node} {options}".split()
-                subprocess.run(
-                    [*command, "--deadline-remaining-seconds=30"], check=True
-                )
-            else:
-                os.kill(os.getpid(), 9)
+            # Of several workers, one.
+            with contextlib.suppress(FileExistsError), hit.open("x") as file:
+                print(time.time(), file=file, flush=True)
+                drain() if notice else os.kill(os.getpid(), 9)
+        if notice and step >= KILL_AT and is_first_attempt:
+            time.sleep(PAUSE_S)
         return line
 
     tutorial.run_log.RunLog.add = add_and_note
@@ -134,15 +151,15 @@ def train(settings: dict, tutorial, notice: bool) -> None:
 
 def what_happened(place: Path) -> dict:
     """Of the run with a kill: seconds to the next new step, and losses of both attempts."""
+    if not (place / "hit").exists():
+        sys.exit("--notice: all workers were on the head, whose node can't be drained")
     rows = [line.split() for line in (place / "lines").read_text().splitlines()]
     hit = float((place / "hit").read_text())
     attempts: dict[str, dict[int, tuple[float, float]]] = {}
     for step, loss, at, process in rows:
         attempts.setdefault(process, {})[int(step)] = float(loss), float(at)
     if len(attempts) < 2:
-        sys.exit(
-            f"No restart was seen in {STEPS} steps: they ended before the deadline"
-        )
+        sys.exit(f"No restart was seen in {STEPS} steps: Ray let the node go on")
     before, after, *_ = attempts.values()
     first, second = ({s: x for s, (x, _) in a.items()} for a in (before, after))
     both, begun = sorted(first.keys() & second.keys()), min(after)
@@ -191,8 +208,9 @@ def rehearse(config: TrainingConfig, tutorial, notice: bool) -> list[list[str]]:
         rows.append(
             [f"checkpoint {what}, with its start", f"{found[what] / 2**30:.3f} GiB/s"]
         )
-    what = "notice" if notice else "kill"
-    rows.append([f"from the {what} to the next step", f"{happened['seconds']:.0f} s"])
+    what, after = ("node's end", NOTICE_S) if notice else ("kill", 0)
+    seconds = happened["seconds"] - after
+    rows.append([f"from the {what} to the next step", f"{seconds:.0f} s"])
     rows.append(["continued from step", str(happened["from"])])
     far = [abs(a - b) for _, a, b in happened["pairs"]]
     shown = f"{max(far):.2g} in {len(far)} steps" if far else "no step ran twice"

@@ -69,10 +69,15 @@ def hub_of(folder: Path, here: Path) -> Callable:
     return download
 
 
-def run_from_guide(words: str, names: dict) -> dict:
-    """`names`, and what the guide's block of Python with these words defines."""
+def block_of_guide(words: str) -> str:
+    """The guide's block of Python with these words."""
     guide = (ROOT / "docs/guide.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (block,) = [block for block in blocks if words in block]
-    exec(block, names)
+    return block
+
+
+def run_from_guide(words: str, names: dict) -> dict:
+    """`names`, and what the guide's block of Python with these words defines."""
+    exec(block_of_guide(words), names)
     return names

@@ -266,8 +266,8 @@ def test_a_tracker_gets_the_lines(tutorial, cluster, small, write_bins, tmp_path
         trainer.run_config.worker_runtime_env["env_vars"] |= places
         return trainer
 
-    names = vars(tutorial) | {"run": config, "make_trainer": make_trainer}
-    with in_the_background(lambda: run_from_guide(" wandb", names)) as finish:
+    track = run_from_guide(" wandb", vars(tutorial) | {})["track"]
+    with in_the_background(make_trainer(config, track).fit) as finish:
         wait_for(lambda: last_step(config) >= 13, pause=0.005, what="step 13")
         pid = (config.run_path / "locked-by.txt").read_text().split()[1]
         os.kill(int(pid), signal.SIGKILL)
@@ -278,3 +278,4 @@ def test_a_tracker_gets_the_lines(tutorial, cluster, small, write_bins, tmp_path
         int(digits) for digits in re.findall(rb"\x04step\x82\x01\x02(\d\d)", written)
     }
     assert found >= set(range(21, 31)), found
+    assert b"warmup_steps" in written  # the configuration
