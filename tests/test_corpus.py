@@ -312,28 +312,34 @@ def test_my_text_as_the_page_has_it(tutorial, gpt2, cluster, monkeypatch, tmp_pa
     assert 0 < len(val) < 50
 
 
-def test_published_texts_are_split_as_they_say(gpt2, cluster, monkeypatch):
-    """OpenWebText as nanoGPT splits it. What is downloaded is beside `data_dir`, where all
-    nodes see it.
-    """
-    pages, folders = hub(text=[f"page {i}" for i in range(4_000)]), set()
+def test_openwebtext_is_split_as_nanogpt_splits_it(
+    gpt2, cluster, monkeypatch, tmp_path
+):
+    """Of a folder as the hub has it. Its cache is beside `data_dir`, where all nodes see it."""
+    pages = hub(text=[f"page {i}" for i in range(4_000)])
+    files = tmp_path / "Skylion007/openwebtext/plain_text"
+    files.mkdir(parents=True)
+    for shard in range(2):
+        half = pages.shard(2, shard, contiguous=True)
+        half.to_parquet(files / f"train-0000{shard}-of-00002.parquet")
+    monkeypatch.chdir(tmp_path)  # where a name of the hub is that of a folder
+    found = documents.read(gpt2(), documents.openwebtext)
+    expected = pages.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    for part, split in zip(found, ("train", "test")):
+        assert [row["text"] for row in part.take_all()] == [*expected[split]["text"]]
+    assert [*Path(f"{gpt2().data_dir}-downloads").glob("*")]
 
-    def load(name: str, split: str | list[str], cache_dir: str):
-        folders.add(cache_dir)
-        return [hub(text=[x]) for x in split] if isinstance(split, list) else pages
+
+def test_stories_are_those_that_are_published(gpt2, cluster, monkeypatch):
+    """The first part of theirs to train with, and theirs to validate with."""
+
+    def load(name: str, split: list[str], cache_dir: str):
+        return [hub(text=[x]) for x in split]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    documents.read(gpt2(), documents.openwebtext)
     stories = documents.read(gpt2(), documents.tinystories)
     first, second = (part.take(1)[0]["text"] for part in stories)
     assert first.startswith("train[") and second == "validation"
-    parts = documents.openwebtext(*folders)
-    expected = pages.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
-    assert parts["train"]["text"] == expected["train"]["text"]
-    assert parts["test"]["text"] == expected["test"]["text"]
-    (folder,) = map(Path, folders)
-    data = Path(gpt2().data_dir)
-    assert folder.parent == data.parent and folder != data
 
 
 def test_help_pages_are_prose():
