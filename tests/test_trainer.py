@@ -33,13 +33,14 @@ from accidents import (
 from conftest import ROOT, cluster_with_a_head
 from samples import run_from_guide
 
-from trainkit import checkpoints, documents, runs
+from trainkit import documents, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
 
 @pytest.mark.slow
-def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
+def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference, tmp_path):
+    """The best checkpoint is loaded by the guide's lines."""
     config, result = reference, ray.train.Result.from_path(reference.run_path)
     log, last = log_of(config), config.max_steps
     assert [line["step"] for line in log] == list(range(1, last + 1))
@@ -54,8 +55,10 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert result.checkpoint.path == str(whole(config)[-1])
 
     # The model in the best is the one that was evaluated.
-    checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/my-run").symlink_to(config.run_path)
+    names = run_from_guide("earlier = ", vars(tutorial) | {"storage": tmp_path})
+    model = names["model"]
     assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
     assert_one_worker_continues(tutorial, config)
 
