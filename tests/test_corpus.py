@@ -4,8 +4,11 @@ import errno
 import json
 import os
 import re
+import string
+import threading
 import time
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -340,6 +343,41 @@ def test_stories_are_those_that_are_published(gpt2, cluster, monkeypatch):
     stories = documents.read(gpt2(), documents.tinystories)
     first, second = (part.take(1)[0]["text"] for part in stories)
     assert first.startswith("train[") and second == "validation"
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A folder, and the address at which its files are."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_shakespeare_is_nanogpt_s_tokens(gpt2, prepare, monkeypatch, served):
+    """Of the file that is served where GitHub's would be: a number for each character, in the
+    order of all of them. nanoGPT ends no text.
+    """
+    folder, address = served
+    text = "\n !$&',-.3:;?" + string.ascii_letters + "\nExeunt.\n\n" * 3_000
+    (folder / "input.txt").write_text(text)
+    load = datasets.load_dataset
+
+    def load_what_is_served(*arguments, data_files: str, **options):
+        assert data_files.endswith("/char-rnn/master/data/tinyshakespeare/input.txt")
+        return load(*arguments, data_files=f"{address}/input.txt", **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_what_is_served)
+    config = gpt2(tokenizer="characters", vocab_size=66, dataset="shakespeare")
+    prepare(config, documents.shakespeare)
+    number = {character: i for i, character in enumerate(sorted({*text}))}
+    assert len(number) == 65
+    cut = int(len(text) * 0.9)
+    parts = text[:cut], text[cut:]
+    assert written(config) == [[*(number[x] for x in part), 65] for part in parts]
 
 
 def test_help_pages_are_prose():

@@ -71,14 +71,15 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
     """The tokenizer of that name, which is downloaded once, unless it is here.
 
     Args:
-        name: an encoding of tiktoken, such as "gpt2"; "builtin", that of the smoke run; a
-            tokenizer.json, a folder with one, or a model on the Hugging Face hub.
+        name: an encoding of tiktoken, such as "gpt2"; "builtin", that of the smoke run;
+            "characters", those of Shakespeare's plays; a tokenizer.json, a folder with one, or
+            a model on the Hugging Face hub.
     """
     if name in tiktoken.list_encoding_names():
         return tiktoken.get_encoding(name)
     path = Path(name)
-    if name == "builtin":  # 2,048 tokens, made by ci/make_vocabulary.py
-        path = Path(__file__).with_name("builtin_tokenizer.json")
+    if name in ("builtin", "characters"):  # made by ci/make_vocabulary.py
+        path = Path(__file__).with_name(f"{name}_tokenizer.json")
     elif not path.is_absolute():
         path = _download(name)
     if path.is_dir():
