@@ -1,5 +1,6 @@
 """Tokens and tokenizers to try things with, a few steps of training, and other processes."""
 
+import linecache
 import os
 import re
 import shutil
@@ -74,5 +75,7 @@ def run_from_guide(words: str, names: dict) -> dict:
     guide = (ROOT / "docs/guide.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (block,) = [block for block in blocks if words in block]
-    exec(block, names)
+    lines = block.splitlines(keepends=True)
+    linecache.cache[words] = len(block), None, lines, words  # as Jupyter does
+    exec(compile(block, words, "exec"), names)
     return names

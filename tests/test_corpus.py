@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import ray.data
 import tiktoken
+from samples import END, run_from_guide
 
 from trainkit import corpus, documents, paths, token_files, tokenizers
 
@@ -343,6 +344,32 @@ def test_stories_are_those_that_are_published(gpt2, cluster, monkeypatch):
     stories = documents.read(gpt2(), documents.tinystories)
     first, second = (part.take(1)[0]["text"] for part in stories)
     assert first.startswith("train[") and second == "validation"
+
+
+def test_json_lines_of_one_s_own_and_their_tokenizer(tutorial, cluster, gpt2, tmp_path):
+    """By the guide's lines: without null and empty texts, and texts that are there twice in one
+    part. A date stays a text, another key may be anything, and a file may have no text.
+    """
+    texts = [f"text {i // 2}" for i in range(400)] + [None, "", "2024-01-01"]
+    rows = [{"body": text, "n": i} for i, text in enumerate(texts)]
+    dates = [{"body": f"2024-01-{day:02}", "n": "a"} for day in range(2, 30)]
+    files = {"a": rows, "b": dates, "c": [{"n": 1}, {"body": None}]}
+    (tmp_path / "texts").mkdir()
+    for name, lines in files.items():
+        file = tmp_path / f"texts/{name}.jsonl"
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    names = run_from_guide(
+        "parse_options=options", vars(tutorial) | {"storage": tmp_path}
+    )
+    run_from_guide("ByteLevelBPETokenizer", names)
+    tokenizer = tokenizers.load(f"{tmp_path}/mine")
+    own = {"tokenizer": f"{tmp_path}/mine", "vocab_size": tokenizer.n_vocab}
+    config = gpt2(**own, dataset="my_text")
+    corpus.write(config, names["my_text"], tutorial.tokenize)
+    train, val = (tokenizer.decode(ids).split(END)[:-1] for ids in written(config))
+    assert not {*train} & {*val} and 0 < len(val) < 50
+    expected = [text for text in texts if text] + [line["body"] for line in dates]
+    assert sorted(train + val) == sorted(expected)
 
 
 @pytest.fixture
