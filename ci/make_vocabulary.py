@@ -3,9 +3,9 @@
     PYTHONPATH=. python ci/make_vocabulary.py
 
 The built-in one has 2,048 tokens. It is a byte-level BPE, as GPT-2's is, trained on the help
-pages that come with Python, which are the built-in dataset. With other versions of Python, whose
-pages differ a little, the file stays as it is: a vocabulary is part of a run's recipe. The other
-has a token for each of the 65 characters of Shakespeare's plays, with nanoGPT's numbers.
+pages that come with Python, which are the built-in dataset. With other versions of Python,
+whose pages differ a little, the file stays as it is: a vocabulary is part of a run's recipe.
+The other has the 65 characters of Shakespeare's plays, with nanoGPT's numbers.
 """
 
 from string import ascii_letters
