@@ -1,5 +1,6 @@
 """Tokens and tokenizers to try things with, a few steps of training, and other processes."""
 
+import linecache
 import os
 import re
 import shutil
@@ -79,5 +80,8 @@ def block_of_guide(words: str) -> str:
 
 def run_from_guide(words: str, names: dict) -> dict:
     """`names`, and what the guide's block of Python with these words defines."""
-    exec(block_of_guide(words), names)
+    block = block_of_guide(words)
+    lines = block.splitlines(keepends=True)
+    linecache.cache[words] = len(block), None, lines, words  # as Jupyter does
+    exec(compile(block, words, "exec"), names)
     return names

@@ -4,8 +4,11 @@ import errno
 import json
 import os
 import re
+import string
+import threading
 import time
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -14,6 +17,7 @@ import pandas as pd
 import pytest
 import ray.data
 import tiktoken
+from samples import END, run_from_guide
 
 from trainkit import corpus, documents, paths, token_files, tokenizers
 
@@ -312,28 +316,95 @@ def test_my_text_as_the_page_has_it(tutorial, gpt2, cluster, monkeypatch, tmp_pa
     assert 0 < len(val) < 50
 
 
-def test_published_texts_are_split_as_they_say(gpt2, cluster, monkeypatch):
-    """OpenWebText as nanoGPT splits it. What is downloaded is beside `data_dir`, where all
-    nodes see it.
-    """
-    pages, folders = hub(text=[f"page {i}" for i in range(4_000)]), set()
+def test_openwebtext_is_split_as_nanogpt_splits_it(
+    gpt2, cluster, monkeypatch, tmp_path
+):
+    """Of a folder as the hub has it. Its cache is beside `data_dir`, where all nodes see it."""
+    pages = hub(text=[f"page {i}" for i in range(4_000)])
+    files = tmp_path / "Skylion007/openwebtext/plain_text"
+    files.mkdir(parents=True)
+    for shard in range(2):
+        half = pages.shard(2, shard, contiguous=True)
+        half.to_parquet(files / f"train-0000{shard}-of-00002.parquet")
+    monkeypatch.chdir(tmp_path)  # where a name of the hub is that of a folder
+    found = documents.read(gpt2(), documents.openwebtext)
+    expected = pages.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    for part, split in zip(found, ("train", "test")):
+        assert [row["text"] for row in part.take_all()] == [*expected[split]["text"]]
+    assert [*Path(f"{gpt2().data_dir}-downloads").glob("*")]
 
-    def load(name: str, split: str | list[str], cache_dir: str):
-        folders.add(cache_dir)
-        return [hub(text=[x]) for x in split] if isinstance(split, list) else pages
+
+def test_stories_are_those_that_are_published(gpt2, cluster, monkeypatch):
+    """The first part of theirs to train with, and theirs to validate with."""
+
+    def load(name: str, split: list[str], cache_dir: str):
+        return [hub(text=[x]) for x in split]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    documents.read(gpt2(), documents.openwebtext)
     stories = documents.read(gpt2(), documents.tinystories)
     first, second = (part.take(1)[0]["text"] for part in stories)
     assert first.startswith("train[") and second == "validation"
-    parts = documents.openwebtext(*folders)
-    expected = pages.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
-    assert parts["train"]["text"] == expected["train"]["text"]
-    assert parts["test"]["text"] == expected["test"]["text"]
-    (folder,) = map(Path, folders)
-    data = Path(gpt2().data_dir)
-    assert folder.parent == data.parent and folder != data
+
+
+def test_json_lines_of_one_s_own_and_their_tokenizer(tutorial, cluster, gpt2, tmp_path):
+    """By the guide's lines: without null and empty texts, and texts that are there twice in one
+    part. A date stays a text, another key may be anything, and a file may have no text.
+    """
+    texts = [f"text {i // 2}" for i in range(400)] + [None, "", "2024-01-01"]
+    rows = [{"body": text, "n": i} for i, text in enumerate(texts)]
+    dates = [{"body": f"2024-01-{day:02}", "n": "a"} for day in range(2, 30)]
+    files = {"a": rows, "b": dates, "c": [{"n": 1}, {"body": None}]}
+    (tmp_path / "texts").mkdir()
+    for name, lines in files.items():
+        file = tmp_path / f"texts/{name}.jsonl"
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    names = run_from_guide(
+        "parse_options=options", vars(tutorial) | {"storage": tmp_path}
+    )
+    run_from_guide("ByteLevelBPETokenizer", names)
+    tokenizer = tokenizers.load(f"{tmp_path}/mine")
+    own = {"tokenizer": f"{tmp_path}/mine", "vocab_size": tokenizer.n_vocab}
+    config = gpt2(**own, dataset="my_text")
+    corpus.write(config, names["my_text"], tutorial.tokenize)
+    train, val = (tokenizer.decode(ids).split(END)[:-1] for ids in written(config))
+    assert not {*train} & {*val} and 0 < len(val) < 50
+    expected = [text for text in texts if text] + [line["body"] for line in dates]
+    assert sorted(train + val) == sorted(expected)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A folder, and the address at which its files are."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_shakespeare_is_nanogpt_s_tokens(gpt2, prepare, monkeypatch, served):
+    """Of the file that is served where GitHub's would be: a number for each character, in the
+    order of all of them. nanoGPT ends no text.
+    """
+    folder, address = served
+    text = "\n !$&',-.3:;?" + string.ascii_letters + "\nExeunt.\n\n" * 3_000
+    (folder / "input.txt").write_text(text)
+    load = datasets.load_dataset
+
+    def load_what_is_served(*arguments, data_files: str, **options):
+        assert data_files.endswith("/char-rnn/master/data/tinyshakespeare/input.txt")
+        return load(*arguments, data_files=f"{address}/input.txt", **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_what_is_served)
+    config = gpt2(tokenizer="characters", vocab_size=66, dataset="shakespeare")
+    prepare(config, documents.shakespeare)
+    number = {character: i for i, character in enumerate(sorted({*text}))}
+    assert len(number) == 65
+    cut = int(len(text) * 0.9)
+    parts = text[:cut], text[cut:]
+    assert written(config) == [[*(number[x] for x in part), 65] for part in parts]
 
 
 def test_help_pages_are_prose():

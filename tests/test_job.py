@@ -1,6 +1,8 @@
 """The notebook as a Ray job, with the guide's commands."""
 
 import contextlib
+import hashlib
+import os
 import re
 import shutil
 import signal
@@ -19,7 +21,7 @@ from samples import python
 
 def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     """It is bash's process, and has the run's name and the package, and the keys that were
-    changed. Its notebook is small.
+    changed. Its notebook is small, and a copy in another folder, as the first line says.
     """
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     keys = "run_name: other\nmax_steps: 3\nscaling: {num_workers: 1, use_gpu: true}"
@@ -31,14 +33,20 @@ def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     cells[1].metadata.tags = ["aside"]
     about = nbformat.read(NOTEBOOK, as_version=4).metadata
     small = nbformat.v4.new_notebook(cells=cells, metadata=about)
-    nbformat.write(small, tmp_path / "README.ipynb")
+    (tmp_path / "mine").mkdir()
+    nbformat.write(small, tmp_path / "mine/copy.ipynb")
     command = ["bash", tmp_path / "ci/job.sh", "keys.yaml", "7"]
-    done = subprocess.run(
-        [*command, "seed"], cwd=tmp_path, capture_output=True, text=True
-    )
+    options = {"cwd": tmp_path, "text": True}
+    done = subprocess.run(command, capture_output=True, **options)
+    assert done.returncode and "README.ipynb: No such file" in done.stderr
+    options["env"] = os.environ | {"NOTEBOOK": "mine/copy.ipynb"}
+    done = subprocess.run([*command, "seed"], capture_output=True, **options)
     assert done.returncode and "seed: expected KEY=VALUE" in done.stderr
+    digest = hashlib.sha256((tmp_path / "mine/copy.ipynb").read_bytes()).hexdigest()
+    said = rf"mine/copy.ipynb of 20\d\d-.*, SHA-256 {digest[:12]}\n"
+    assert re.fullmatch(said, done.stdout)
     command += ["scaling.num_workers=16", "seed=2", "beta2=.9"]
-    with subprocess.Popen(command, cwd=tmp_path) as job:
+    with subprocess.Popen(command, **options) as job:
         wait_for((tmp_path / "told").exists, 60, what="the program")
         told = (tmp_path / "told").read_text()
         job.terminate()

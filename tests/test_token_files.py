@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,6 +162,25 @@ def test_a_task_opens_its_file_once(small, write_bins, monkeypatch):
 def test_a_file_that_was_cut_off_since_is_noticed(small, write_bins):
     """It has no window of what happened to be in memory."""
     windows = of(write_bins(small()), "val")
+    windows.read(0)
     token_files.path_of(small(), "val").write_bytes(bytes(100))
     with pytest.raises(OSError, match="val.bin ended in window 3"):
         windows.read(0)
+
+
+def test_files_that_were_made_anew_since_are_refused(small, write_bins):
+    """By whoever opens them next, also with as many tokens. A task that has one open reads on
+    in what was there.
+    """
+    config = write_bins(small())
+    windows, early = of(config, "train"), of(config, "train")
+    expected = early.read(0)
+    shutil.rmtree(config.data_dir)
+    write_bins(config, seed=1)
+    np.testing.assert_array_equal(early.read(0), expected)
+    sent = pickle.loads(pickle.dumps(windows))
+    with pytest.raises(
+        ValueError, match="data_dir: .*train.bin has been written since"
+    ):
+        sent.read(0)
+    assert (of(config, "train").read(0) != expected).any()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray.data
 import tokenizers
+import transformers
 from samples import END, byte_pairs, hub_of
 
 from trainkit import corpus, tokenizers as ours
@@ -157,3 +158,33 @@ def test_a_text_that_is_changed_later_is_refused(tmp_path, changes, text):
     assert found.decode(found.encode_ordinary("a")) == "a"
     with pytest.raises(ValueError, match="tokenizer: .* changes or ends the text"):
         found.encode_ordinary(text)
+
+
+def test_an_older_form_is_named_and_can_be_converted(tmp_path):
+    """vocab.json and merges.txt, which transformers reads, as the message says."""
+    theirs = byte_pairs(tmp_path / "new/tokenizer.json", TEXTS)
+    (tmp_path / "old").mkdir()
+    theirs.model.save(str(tmp_path / "old"))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": END}
+    (tmp_path / "old/tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        FileNotFoundError, match="^tokenizer: .*old/tokenizer.json isn't"
+    ):
+        ours.load(str(tmp_path / "old"))
+    old = transformers.AutoTokenizer.from_pretrained(tmp_path / "old")
+    old.save_pretrained(tmp_path / "converted")
+    found = ours.load(str(tmp_path / "converted"))
+    theirs.encode_special_tokens = True
+    for text in TEXTS:
+        assert found.encode_ordinary(text) == theirs.encode(text).ids
+    assert found.eot_token == 0
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    byte_pairs(path, TEXTS)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(
+        ValueError, match=f"^tokenizer: {path} is no tokenizer.json: EOF"
+    ):
+        ours.load(str(path))

@@ -9,8 +9,11 @@ import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import nbformat
 import numpy as np
 import pytest
 import ray.train
@@ -31,15 +34,17 @@ from accidents import (
     whole,
 )
 from conftest import ROOT, cluster_with_a_head
-from samples import run_from_guide
+from notebook_module import NOTEBOOK, load_notebook
+from samples import run_from_guide, windows_for
 
-from trainkit import checkpoints, documents, runs
+from trainkit import documents, runs
 
 RECORD = "checkpoint_manager_snapshot.json"
 
 
 @pytest.mark.slow
-def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
+def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference, tmp_path):
+    """The best checkpoint is loaded by the guide's lines."""
     config, result = reference, ray.train.Result.from_path(reference.run_path)
     log, last = log_of(config), config.max_steps
     assert [line["step"] for line in log] == list(range(1, last + 1))
@@ -54,8 +59,10 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert result.checkpoint.path == str(whole(config)[-1])
 
     # The model in the best is the one that was evaluated.
-    checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/my-run").symlink_to(config.run_path)
+    names = run_from_guide("earlier = ", vars(tutorial) | {"storage": tmp_path})
+    model = names["model"]
     assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
     assert_one_worker_continues(tutorial, config)
 
@@ -209,3 +216,51 @@ def test_training_on_a_stream_of_documents(tutorial, cluster, small):
     run_from_guide("def train_on_stream(", names)
     found = run_from_guide("streamed = replace(", names)["result"].return_value
     assert found["step"] == 20 and found["loss"] < 10.8  # ln 50,257
+
+
+@pytest.fixture
+def with_grain(tmp_path, monkeypatch):
+    """The notebook with the guide's edits for batches of one's own."""
+    guide = (ROOT / "docs/guide.md").read_text()
+    (block,) = re.findall(r"```python\n(import grain\n.*?)```", guide, re.DOTALL)
+    (settings,) = re.findall(r"`train_loop_config=(.*)`\. Nobody", guide)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if "launch.settings(" in cell.source]
+    cell.source = cell.source.replace("launch.settings(config)", settings)
+    notebook.cells.append(nbformat.v4.new_code_cell(block))
+    nbformat.write(notebook, tmp_path / "mine.ipynb")
+    monkeypatch.setitem(sys.modules, "tutorial", sys.modules["tutorial"])
+    return load_notebook(tmp_path / "mine.ipynb")
+
+
+@pytest.mark.extra
+def test_batches_of_one_s_own_after_a_kill(cluster, reference, with_grain, tmp_path):
+    """Each window once an epoch, and the losses of a run to which nothing has happened."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    config = replace(reference, data_dir=f"{tmp_path}/data", run_name="own")
+    Path(config.data_dir).mkdir()
+    windows = {"train": windows_for(config, 30).reshape(-1, config.block_size + 1)}
+    windows["val"] = windows["train"][:8]
+    for split, records in windows.items():
+        path = f"{config.data_dir}/{split}-0.array_record"
+        writer = ArrayRecordWriter(path, "group_size:1")
+        for record in records:
+            writer.write(record.tobytes())
+        writer.close()
+    read = with_grain.read_batches(config, jax.sharding.get_mesh(), range(60))
+    steps = np.concatenate([*map(np.asarray, read)]).reshape(2, 120, -1)
+    for epoch in steps:
+        assert sorted(map(bytes, epoch)) == sorted(map(bytes, windows["train"]))
+    assert (steps[0] != steps[1]).any()
+
+    with_grain.make_trainer(config, with_grain.train_loop_per_worker).fit()
+    killed = replace(config, run_name="killed")
+    with in_the_background(
+        with_grain.make_trainer(killed, train_loop_of(with_grain)).fit
+    ) as result:
+        wait_for(lambda: last_step(killed) >= 19, what="the step")
+        kill(killed, 1)
+        result()
+    assert len(starts_of(killed)) == 2
+    assert_equal_runs(killed, config)

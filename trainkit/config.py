@@ -71,7 +71,7 @@ class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
     dataset: str = "openwebtext"  # a function's name, which the notebook's step 3 lists
-    tokenizer: PathOrName = "gpt2"  # of tiktoken, of Hugging Face, or "builtin"
+    tokenizer: PathOrName = "gpt2"  # see tokenizers.load
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12

@@ -8,6 +8,7 @@ A *window* is `block_size + 1` tokens, of which the next window shares the last.
 import functools
 import hashlib
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,11 @@ def _order(seed: int, epoch: int, windows: int) -> np.ndarray:
     return np.random.RandomState([seed, epoch]).permutation(windows)
 
 
+def _version(found: os.stat_result) -> tuple[int, int]:
+    """What a file has that is written anew: the same on all nodes, as its inode may not be."""
+    return found.st_size, found.st_mtime_ns
+
+
 class Windows:
     """The windows of train.bin or val.bin, by step.
 
@@ -120,6 +126,7 @@ class Windows:
         self._split = split
         self._rows = rows
         self._count = count_windows(config, split)
+        self._version = _version(path_of(config, split).stat())
 
     def numbers(self, step: int) -> np.ndarray:
         """Which windows of the file are the batch of a step, int64 [batch_size].
@@ -141,6 +148,7 @@ class Windows:
 
         Raises:
             OSError: the file ends too soon.
+            ValueError: it has been written anew since this object was made.
         """
         windows, T = self.numbers(step)[self._rows], self._config.block_size
         tokens = np.empty((len(windows), T + 1), self._config.token_dtype)
@@ -152,7 +160,14 @@ class Windows:
 
     @functools.cached_property
     def _file(self) -> io.FileIO:
-        return path_of(self._config, self._split).open("rb", buffering=0)  # no memmap
+        path = path_of(self._config, self._split)
+        file = path.open("rb", buffering=0)  # no memmap
+        if _version(os.fstat(file.fileno())) != self._version:
+            raise ValueError(
+                f"data_dir: {path} has been written since this run started to read it. Launch "
+                "the run again, which compares the tokens"
+            )
+        return file
 
     def __getstate__(self) -> dict:
         return {name: x for name, x in vars(self).items() if name != "_file"}

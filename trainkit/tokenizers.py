@@ -25,12 +25,17 @@ class HuggingFaceTokenizer:
     `eos_token` of the tokenizer_config.json beside it or, without that, one of `_ENDS`.
 
     Raises:
-        ValueError: no token ends a text.
+        ValueError: the file can't be read, or no token ends a text.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # of no other class, and without the file's name
+            raise ValueError(
+                f"tokenizer: {path} is no tokenizer.json: {error}"
+            ) from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # in a text, they are text
@@ -71,18 +76,28 @@ def load(name: str) -> tiktoken.Encoding | HuggingFaceTokenizer:
     """The tokenizer of that name, which is downloaded once, unless it is here.
 
     Args:
-        name: an encoding of tiktoken, such as "gpt2"; "builtin", that of the smoke run; a
-            tokenizer.json, a folder with one, or a model on the Hugging Face hub.
+        name: an encoding of tiktoken, such as "gpt2"; "builtin", that of the smoke run;
+            "characters", those of Shakespeare's plays; a tokenizer.json, a folder with one, or
+            a model on the Hugging Face hub.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.json.
+        ValueError: as `HuggingFaceTokenizer`.
     """
     if name in tiktoken.list_encoding_names():
         return tiktoken.get_encoding(name)
     path = Path(name)
-    if name == "builtin":  # 2,048 tokens, made by ci/make_vocabulary.py
-        path = Path(__file__).with_name("builtin_tokenizer.json")
+    if name in ("builtin", "characters"):  # made by ci/make_vocabulary.py
+        path = Path(__file__).with_name(f"{name}_tokenizer.json")
     elif not path.is_absolute():
         path = _download(name)
     if path.is_dir():
         path /= "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"tokenizer: {path} isn't there. Of a vocab.json and a merges.txt, transformers "
+            f"makes it: AutoTokenizer.from_pretrained({name!r}).save_pretrained(FOLDER)"
+        )
     settings = path.with_name(_SETTINGS)
     changed = [x.stat().st_mtime_ns for x in (path, settings) if x.exists()]
     return _open(path, *changed)
