@@ -37,7 +37,7 @@ def config(small, write_bins):
     """Intervals that don't divide one another, nor the number of steps."""
     config = small(
         **{"n_layer": 1, "device_batch_size": 2, "max_steps": 11},
-        **{"log_interval": 3, "eval_interval": 4, "eval_steps": 3},
+        **{"log_interval": 3, "eval_interval": 4, "eval_windows": 12},
     )
     config.run_path.mkdir(parents=True)  # as Ray does
     return write_bins(config)
@@ -95,6 +95,17 @@ def test_what_is_logged_saved_and_reported(play, config):
     (config.run_path / "step_00000012.orbax-checkpoint-tmp").mkdir()
     reports = play(replace(config, max_steps=14))
     assert [name[-2:] for name, _ in reports] == ["12", "14"]
+
+
+def test_some_checkpoints_are_saved_without_an_evaluation_and_some_stay(play, config):
+    """Of the latter, Ray, which deletes what it has on record, is told nothing."""
+    steps = {"save_interval": 2, "keep_every": 8, "max_steps": 16}
+    reports = play(replace(config, **steps))
+    assert [int(name[5:]) for name in saved(config)] == [*range(2, 17, 2)]
+    told = {int(name[5:]): metrics["val_loss"] for name, metrics in reports}
+    assert [*told] == [2, 4, 6, 10, 12, 14, 16]
+    assert [step for step, loss in told.items() if loss == 1e9] == [2, 6, 10, 14]
+    assert [x["step"] for x in log_of(config) if "val_loss" in x] == [4, 8, 12, 16]
 
 
 def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):

@@ -90,8 +90,10 @@ class TrainingConfig(RecipeConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; a checkpoint follows each evaluation
+    save_interval: PositiveInt | None = None  # steps; None: after evaluations only
+    keep_every: Annotated[int, Field(ge=0)] = 0  # steps whose checkpoints stay; 0: none
     notice_interval: PositiveInt = 10  # steps; whether a machine will be taken away
-    eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
+    eval_windows: PositiveInt = 4_320  # the first ones of val.bin; here, nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
@@ -101,6 +103,21 @@ class TrainingConfig(RecipeConfig):
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
     # May be remote, such as gs://my-bucket/runs.
     storage_path: Annotated[Folder, Field(pattern=r"^[^\[*?]+$")] = "runs"
+
+    @pydantic.model_validator(mode="after")
+    def _check_intervals(self) -> "TrainingConfig":
+        often = self.save_interval or self.eval_interval
+        if often > self.eval_interval:
+            raise ValueError(
+                f"save_interval: {often} is more than eval_interval, {self.eval_interval}, "
+                "and a checkpoint follows each evaluation"
+            )
+        if self.keep_every % often and self.keep_every % self.eval_interval:
+            raise ValueError(
+                f"keep_every: {self.keep_every} is no multiple of save_interval or "
+                f"eval_interval ({often}, {self.eval_interval}), when checkpoints are saved"
+            )
+        return self
 
     @property
     def padded_vocab_size(self) -> int:
@@ -127,6 +144,23 @@ class TrainingConfig(RecipeConfig):
         fewest = math.ceil(windows / self.device_batch_size)
         return next(n for n in range(fewest, windows + 1) if windows % n == 0)
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows a step, and so a checkpoint."""
+        return step % self.eval_interval == 0 or step == self.max_steps
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows a step."""
+        often = self.save_interval or self.eval_interval
+        return step % often == 0 or self.evaluates(step)
+
+    def keeps(self, step: int) -> bool:
+        """Whether that checkpoint stays, and Ray, which deletes what it records, gets none.
+
+        It records a run's last one, to return it.
+        """
+        every = self.keep_every
+        return every > 0 and step % every == 0 and step != self.max_steps
+
     def layout(self, devices: int) -> dict[str, int | str]:
         """How so many devices share a batch.
 
@@ -139,6 +173,11 @@ class TrainingConfig(RecipeConfig):
             raise ValueError(
                 f"{devices} devices: expected a multiple of fsdp x tensor_parallel ({model}), "
                 f"and {shards} to divide batch_size ({self.batch_size})"
+            )
+        if self.eval_windows % shards:
+            raise ValueError(
+                f"eval_windows: {self.eval_windows} can't be shared by {devices} devices: "
+                f"expected a multiple of {shards}"
             )
         windows = self.batch_size // shards
         parts = self.micro_batches(windows)

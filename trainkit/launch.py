@@ -57,12 +57,18 @@ def check(
 def settings(config: TrainingConfig) -> dict:
     """What a worker gets: the configuration, and what tells its tokens from others.
 
+    `val` has the windows in val.bin, and the bytes of text in a token, if the manifest says so.
+
     Raises:
         FileNotFoundError: there are no tokens.
         ValueError: they aren't this configuration's.
     """
-    _check_tokens(config)
-    return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
+    manifest = _check_tokens(config)
+    val = {"windows": token_files.count_windows(config, "val")}
+    if "bytes" in manifest:
+        val["bytes_per_token"] = manifest["bytes"]["val"] / manifest["tokens"]["val"]
+    tokens = token_files.digest(config)
+    return {"config": dict(vars(config)), "tokens": tokens, "val": val}
 
 
 def check_parameters(model: nnx.Module) -> None:
@@ -181,11 +187,14 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
     return variables
 
 
-def _check_tokens(config: TrainingConfig) -> None:
-    """Refuse tokens that were made for another configuration, and that this one can't use."""
+def _check_tokens(config: TrainingConfig) -> dict:
+    """Refuse tokens that were made for another configuration, and that this one can't use.
+
+    Their manifest; {} if there is none.
+    """
     path = Path(config.data_dir) / "manifest.json"
     if not path.exists():
-        return
+        return {}
     manifest = json.loads(path.read_text())
     ours = f"tokenizer: {tokenizers.identity(config.tokenizer)}"
     if ours not in manifest["made_from"]:
@@ -195,6 +204,7 @@ def _check_tokens(config: TrainingConfig) -> None:
             f"are [{ours!r}]. Set tokenizer or data_dir"
         )
     token_files.check(config, manifest)
+    return manifest
 
 
 def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:

@@ -53,16 +53,18 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainingConfig, arrays: Mapping, send: Callable | None = None
+        self, settings: Mapping, arrays: Mapping, send: Callable | None = None
     ):
         """Go on after a step, without later lines.
 
         Args:
+            settings: those of `launch.settings`.
             arrays: the state by name: `step`, those of `model.`, and the optimizer's.
             send: gets each line, on the first worker, in a thread, so that the run doesn't wait
                 for a tracker.
         """
-        self._config = config
+        self._config = config = TrainingConfig(**settings["config"])
+        self._val = settings.get("val", {})
         step = int(arrays["step"])
         self._flops = flops_per_token(config, arrays)
         self._peak = peak_flops(jax.devices()[0].device_kind)
@@ -72,7 +74,7 @@ class RunLog:
         self._recent: dict[int, dict] = {}
         self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
-            print(_first_line(config, arrays, self._peak))
+            print(_first_line(settings, config, arrays, self._peak))
             self._lines = _Lines(config, step, send)
 
     def __enter__(self) -> "RunLog":
@@ -87,7 +89,8 @@ class RunLog:
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
 
-        Gives a line if it is time for one, or if a checkpoint follows (`saving`).
+        Gives a line if it is time for one, or if a checkpoint follows (`saving`). `loss` in it
+        is this step's, and `mean_loss` that of the steps since the line before.
 
         Raises:
             FloatingPointError: a number since the last line is infinite or NaN.
@@ -120,7 +123,13 @@ class RunLog:
                     "good. Lower learning_rate, which makes a new run."
                 )
         tokens = self._config.batch_size * self._config.block_size
-        line = {"step": step, "tokens": step * tokens, **recent[step], **speed}
+        line = {"step": step, "tokens": step * tokens, **recent[step]}
+        losses = [values["loss"] for values in recent.values()]
+        line["mean_loss"] = sum(losses) / len(losses)
+        if "val_loss" in line and "bytes_per_token" in self._val:
+            nats_per_byte = line["val_loss"] / self._val["bytes_per_token"]
+            line["val_bits_per_byte"] = nats_per_byte / math.log(2)
+        line |= speed
         if self._lines:
             self._lines.add(line, saving)
         return line
@@ -234,7 +243,9 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAK_FLOPS.get(next(known, ""))
 
 
-def _first_line(config: TrainingConfig, arrays: Mapping, peak: float | None) -> str:
+def _first_line(
+    settings: Mapping, config: TrainingConfig, arrays: Mapping, peak: float | None
+) -> str:
     """What this start of a run continues with, and what a device holds of the state."""
     step = int(arrays["step"])
     begun = "is new; with this run_name, a launch continues it"
@@ -248,6 +259,8 @@ def _first_line(config: TrainingConfig, arrays: Mapping, peak: float | None) -> 
     parts = config.layout(jax.device_count()) | {
         "state": f"{state / 2**20:,.1f} MiB each"
     }
+    if windows := settings.get("val", {}).get("windows"):
+        parts["val"] = f"{config.eval_windows:,} of {windows:,}"
     if config.fsdp * config.tensor_parallel > 1:
         whole = [name for name, x in arrays.items() if held[name] == x.size]
         largest = max(whole, key=lambda name: held[name])

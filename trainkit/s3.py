@@ -11,7 +11,7 @@ import shutil
 import tarfile
 import tempfile
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray.train
@@ -55,8 +55,13 @@ def newest(folder: epath.PathLike) -> Path | None:
     return copy / name
 
 
-def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=None):
-    """Start to save the arrays, on all workers; Ray records them once they are uploaded."""
+def save(
+    folder: epath.PathLike, arrays: dict, step: int, metrics: dict | None, about=None
+):
+    """Start to save the arrays, on all workers; Ray records them once they are uploaded.
+
+    Without metrics, Ray doesn't record the checkpoint, and so never deletes it.
+    """
     context = ray.train.get_context()
     if context.get_local_rank() == 0:
         shutil.rmtree(_copy(folder), ignore_errors=True)  # restored, and of no more use
@@ -75,7 +80,7 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
 
     uploaded: Future[None] = Future()
 
-    def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    def pack_and_upload(checkpoint: Checkpoint | None, name: str) -> Checkpoint:
         """Ray calls this up to three times, if the connection to the bucket fails."""
         if not (local / packed).exists():
             saving.result()
@@ -91,6 +96,9 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         uploaded.set_result(None)
         return Checkpoint(f"{root}/{name}", files)
 
+    if metrics is None:
+        name = collective.broadcast_from_rank_zero(name)
+        return ThreadPoolExecutor(1).submit(pack_and_upload, None, name)
     ray.train.report(
         metrics,
         checkpoint=Checkpoint(local),

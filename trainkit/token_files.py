@@ -67,11 +67,11 @@ def check(config: TrainingConfig, manifest: dict | None = None) -> dict[str, int
                 f"{path} has the token {largest}, and vocab_size is {config.vocab_size}"
             )
     windows = {split: count_windows(config, split) for split in SPLITS}
-    needed = config.eval_steps * config.batch_size
-    if not windows["train"] or windows["val"] < needed:
+    if not windows["train"] or windows["val"] < config.eval_windows:
         raise ValueError(
-            f"{config.data_dir} has {windows} windows, and eval_steps x batch_size asks for "
-            f"{needed} of val. Set these or block_size lower, or leave more text for val"
+            f"{config.data_dir} has {windows} windows, and eval_windows asks for "
+            f"{config.eval_windows} of val. Set it or block_size lower, or leave more text "
+            "for val"
         )
     return found
 
