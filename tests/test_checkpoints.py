@@ -29,7 +29,7 @@ from etils import epath
 from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 
-from trainkit import checkpoints, s3, token_files
+from trainkit import checkpoints, runs, s3, token_files
 
 
 @pytest.fixture
@@ -108,11 +108,29 @@ def test_some_checkpoints_are_saved_without_an_evaluation_and_some_stay(play, co
     assert [x["step"] for x in log_of(config) if "val_loss" in x] == [4, 8, 12, 16]
 
 
-def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):
-    wild = replace(config, learning_rate=1e30)
-    with pytest.raises(FloatingPointError, match="diverged at step 2: .*learning_rate"):
-        play(wild)
-    assert not saved(wild) and not log_of(wild)
+def test_a_run_that_diverges_ends_and_saves_nothing_bad(
+    tutorial, play, config, monkeypatch
+):
+    """What was being saved before is whole. Once the note is deleted, the run goes on."""
+    with monkeypatch.context() as patch:
+        train_step = tutorial.train_step
+
+        def diverge(state, windows, config):
+            state, metrics = train_step(state, windows, config)
+            if state.step == 5:
+                metrics["loss"] = metrics["loss"] * np.nan
+            return state, metrics
+
+        patch.setattr(tutorial, "train_step", diverge)
+        play(config)
+    assert saved(config) == ["step_00000004"]
+    assert [line["step"] for line in log_of(config)] == [3, 4]
+    with pytest.raises(FloatingPointError, match="run diverged at step 5: loss nan"):
+        runs.check_folder(config)
+    (config.run_path / "diverged.txt").unlink()
+    runs.check_folder(config)
+    play(config)
+    assert saved(config)[-1] == "step_00000011"
 
 
 @pytest.mark.parametrize("turn", range(3))

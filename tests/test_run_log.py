@@ -94,9 +94,13 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
                 files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
             with pytest.raises(ValueError, match=r"found norms of shape \(3,\)"):
                 log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
-            for bad in (math.inf, math.nan):
-                with pytest.raises(FloatingPointError, match="diverged at step 3"):
-                    log.add(3, {"loss": 1.0, "grad_norm": bad}, False)
+        for bad in (math.inf, math.nan):
+            with run_log.RunLog(settings_of(config), at_step(2)) as log:
+                assert log.add(3, {"loss": 1.0, "grad_norm": bad}, True) is None
+            assert log.diverged
+            note = config.run_path / "diverged.txt"
+            assert f"diverged at step 3: loss 1 | grad_norm {bad}" in note.read_text()
+            note.unlink()
 
     as_worker(loop)
     assert [line["step"] for line in log_of(config)] == [1, 2]

@@ -60,6 +60,20 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference):
     assert_one_worker_continues(tutorial, config)
 
 
+@pytest.mark.slow
+def test_a_run_that_diverges_is_not_tried_again(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    """Neither by Ray, nor by a job."""
+    wild = write_bins(small(n_layer=1, learning_rate=1e30, max_failures=100))
+    trainer = tutorial.make_trainer(wild, train_loop_of(tutorial))
+    with pytest.raises(FloatingPointError, match="diverged at step 2: .*diverged.txt"):
+        tutorial.fit(trainer)
+    assert len(starts_of(wild)) == 1 and not saved(wild)
+    with pytest.raises(FloatingPointError, match="diverged at step 2"):
+        tutorial.make_trainer(wild, train_loop_of(tutorial))
+
+
 DRIVER = """
 import sys, time
 from pathlib import Path

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ray.train
 from ray.experimental import tqdm_ray
 
-from trainkit import paths
+from trainkit import paths, runs
 from trainkit.config import TrainingConfig
 
 # Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
@@ -72,6 +72,7 @@ class RunLog:
         self._since: tuple[int, float] | None = None
         self._seen: tuple[int, float] | None = None
         self._recent: dict[int, dict] = {}
+        self.diverged = False
         self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
             print(_first_line(settings, config, arrays, self._peak))
@@ -92,8 +93,11 @@ class RunLog:
         Gives a line if it is time for one, or if a checkpoint follows (`saving`). `loss` in it
         is this step's, and `mean_loss` that of the steps since the line before.
 
+        If a number since then is infinite or NaN, gives None, sets `diverged`, on all workers,
+        and leaves a note, with which `fit` and later launches raise an error: Ray would try
+        again what a worker raises.
+
         Raises:
-            FloatingPointError: a number since the last line is infinite or NaN.
             ValueError: a metric isn't a scalar.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
@@ -118,10 +122,12 @@ class RunLog:
         self._recent = {}
         for each, values in recent.items():
             if not all(map(math.isfinite, values.values())):
-                raise FloatingPointError(
-                    f"diverged at step {each}: {_format(values)}. What was saved before is "
-                    "good. Lower learning_rate, which makes a new run."
-                )
+                self.diverged = True
+                if self._lines:
+                    runs.note_divergence(
+                        self._config, f"step {each}: {_format(values)}"
+                    )
+                return None
         tokens = self._config.batch_size * self._config.block_size
         line = {"step": step, "tokens": step * tokens, **recent[step]}
         losses = [values["loss"] for values in recent.values()]

@@ -24,6 +24,7 @@ from trainkit.config import RecipeConfig, TrainingConfig
 
 PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
 _HOLDER = "locked-by.txt"
+_DIVERGED = "diverged.txt"  # the notebook's `fit` looks for it, too
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
 _lock: FileLock | None = None  # held until this process ends, however it does
 
@@ -32,6 +33,7 @@ def check_folder(config: TrainingConfig) -> None:
     """Refuse a launch that couldn't continue its run, before anything is written.
 
     Raises:
+        FloatingPointError: the run has diverged, and nobody said to go on.
         ValueError: the run has no name, its folder won't stay, or its checkpoints have the form
             of another storage.
     """
@@ -59,6 +61,17 @@ def check_folder(config: TrainingConfig) -> None:
             f"{'other storage' if is_s3 else 's3://'}, which can't be read here. Continue the "
             "run where it was, or choose another run_name."
         )
+    if (note := config.run_path / _DIVERGED).exists():
+        raise FloatingPointError(note.read_text())
+
+
+def note_divergence(config: TrainingConfig, found: str) -> None:
+    """Leave a note in the run's folder that no launch should go on."""
+    path = config.run_path / _DIVERGED
+    path.write_text(
+        f"{config.run_name} diverged at {found}. What was saved before is good. Lower "
+        f"learning_rate in a new run. To go on with this one, delete {path}"
+    )
 
 
 def check_recipe(path: epath.PathLike, settings: Mapping) -> None:
