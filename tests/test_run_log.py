@@ -99,7 +99,7 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
                 assert log.add(3, {"loss": 1.0, "grad_norm": bad}, True) is None
             assert log.diverged
             note = config.run_path / "diverged.txt"
-            assert f"diverged at step 3: loss 1 | grad_norm {bad}" in note.read_text()
+            assert f"diverged at step 3: grad_norm {bad} | loss 1" in note.read_text()
             note.unlink()
 
     as_worker(loop)
