@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from accidents import (
     whole,
 )
 from conftest import ROOT, cluster_with_a_head
+from orbax.checkpoint import v1 as orbax
 from samples import run_from_guide
 
 from trainkit import checkpoints, documents, runs
@@ -213,6 +215,33 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
         result()
     assert len(starts_of(config)) == 2
     assert_equal_runs(config, reference)
+
+
+@pytest.mark.extra
+def test_a_branch_of_a_checkpoint_that_stays(tutorial, cluster, reference):
+    """Ray doesn't record it. With nothing changed, a branch is the run itself, bit for bit."""
+
+    def fit(config) -> list[tuple]:
+        tutorial.fit(tutorial.make_trainer(config, tutorial.train_loop_per_worker))
+        return [(x["step"], x["loss"], x.get("val_loss")) for x in log_of(config)]
+
+    parent = replace(reference, run_name="parent", save_interval=4, keep_every=20)
+    expected = fit(parent)
+    assert_equal_runs(parent, reference)
+    (start,) = [path for path in whole(parent) if path.name.startswith("step_00000020")]
+    assert (
+        len(whole(parent)) == 4
+        and "step_00000020" not in (parent.run_path / RECORD).read_text()
+    )
+    branch = replace(reference, run_name="same", branch_from=str(start))
+    assert fit(branch) == expected[20:]
+    branch = replace(branch, run_name="other", learning_rate=1e-3)
+    found = fit(branch)
+    assert [x[0] for x in found] == list(range(21, 41)) and found != expected[20:]
+    shutil.rmtree(start)
+    assert fit(replace(branch, max_steps=44))[:20] == found
+    about = orbax.metadata(whole(branch)[-1]).custom_metadata["branch"]
+    assert about["differs"] == ["learning_rate was 0.01, is 0.001"]
 
 
 @pytest.mark.extra

@@ -41,12 +41,24 @@ def _freeze_scaling(scaling: dict) -> _Frozen:
     return _Frozen(scaling | is_range)
 
 
+def _without_s3(place: str) -> str:
+    """A checkpoint's folder, from which Orbax can load."""
+    if place.startswith("s3://"):
+        raise ValueError(f"expected a folder or gs://, found {place}: copy it to one")
+    return place.rstrip("/")
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(paths.absolute)]
+CheckpointFolder = Annotated[Folder, AfterValidator(_without_s3)]
 PathOrName = Annotated[str, AfterValidator(paths.path_or_name)]
 _STRICT = pydantic.ConfigDict(
     extra="forbid", allow_inf_nan=False, validate_default=True
 )
+
+
+# Keys that decide which arrays a model has, and their shapes.
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -61,7 +73,8 @@ class RecipeConfig:
     n_head: PositiveInt = 12
     n_embd: PositiveInt = 768
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
-    init_from: PathOrName | None = None  # a Hugging Face GPT-2, which brings the shape
+    # A Hugging Face GPT-2, or a checkpoint of a run, which brings weights and the shape.
+    init_from: PathOrName | None = None
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: PositiveFloat = 6e-4  # the highest; it falls to a tenth
@@ -98,6 +111,9 @@ class TrainingConfig(RecipeConfig):
     controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
+    branch_from: CheckpointFolder | None = (
+        None  # a new run starts with all that is in it
+    )
     # See load_config. Orbax takes the last three characters for a pattern, without a word.
     run_name: Annotated[str, Field(pattern=r"^[^/\[*?]+$")] | None = None
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it

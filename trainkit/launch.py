@@ -58,6 +58,7 @@ def settings(config: TrainingConfig) -> dict:
     """What a worker gets: the configuration, and what tells its tokens from others.
 
     `val` has the windows in val.bin, and the bytes of text in a token, if the manifest says so.
+    `branch` is what `runs.compare` returns.
 
     Raises:
         FileNotFoundError: there are no tokens.
@@ -68,7 +69,9 @@ def settings(config: TrainingConfig) -> dict:
     if "bytes" in manifest:
         val["bytes_per_token"] = manifest["bytes"]["val"] / manifest["tokens"]["val"]
     tokens = token_files.digest(config)
-    return {"config": dict(vars(config)), "tokens": tokens, "val": val}
+    branch = runs.compare(config, tokens)
+    given = {"config": dict(vars(config)), "tokens": tokens}
+    return given | {"val": val, "branch": branch}
 
 
 def check_parameters(model: nnx.Module) -> None:

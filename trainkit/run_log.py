@@ -258,8 +258,11 @@ def _first_line(
     if paths.is_object_store(config.storage_path):
         begun += ", and nothing keeps two launches out of a bucket"
     if step:
-        begun = f"continues at step {step}, with the same recipe and tokens; "
-        begun += "code isn't compared"
+        begun = f"continues at step {step}, with the same recipe and tokens"
+        if branch := settings.get("branch"):
+            differs = "; ".join(branch["differs"]) or "nothing differs"
+            begun = f"is at step {step}, a branch of {branch['from']}: {differs}"
+        begun += "; code isn't compared"
     held = {n: math.prod(x.sharding.shard_shape(x.shape)) for n, x in arrays.items()}
     state = sum(held[name] * arrays[name].dtype.itemsize for name in held)
     parts = config.layout(jax.device_count()) | {
