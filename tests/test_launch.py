@@ -152,14 +152,16 @@ def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
     manifest = {"made_from": [identity], "tokens": {"train": 2_001, "val": 401}}
     manifest["largest_id"] = {"train": 520, "val": 520}
     path = Path(config.data_dir) / "manifest.json"
-    path.write_text(json.dumps(manifest))
-    trainkit.launch.settings(config)
-    for changes, words in (
-        ({"vocab_size": 520}, "has the token 520, and vocab_size is 520"),
-        ({"eval_windows": 26}, "eval_windows asks for 26 of val"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            trainkit.launch.settings(replace(config, **changes))
+    for text in ("", json.dumps(manifest)):  # also without one, as nanoGPT's files are
+        if text:
+            path.write_text(text)
+        trainkit.launch.settings(config)
+        for changes, words in (
+            ({"vocab_size": 520}, "has the token 520, and vocab_size is 520"),
+            ({"eval_windows": 26}, "eval_windows asks for 26 of val"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                trainkit.launch.settings(replace(config, **changes))
     path.write_text(json.dumps(manifest | {"made_from": ["tokenizer: another"]}))
     with pytest.raises(ValueError, match="holds tokens of .'tokenizer: another'"):
         trainkit.launch.settings(config)

@@ -62,7 +62,8 @@ def settings(config: TrainingConfig) -> dict:
 
     Raises:
         FileNotFoundError: there are no tokens.
-        ValueError: they aren't this configuration's.
+        ValueError: they aren't this configuration's, or the run's checkpoints are of other
+            tokens or of another recipe.
     """
     manifest = _check_tokens(config)
     val = {"windows": token_files.count_windows(config, "val")}
@@ -197,6 +198,7 @@ def _check_tokens(config: TrainingConfig) -> dict:
     """
     path = Path(config.data_dir) / "manifest.json"
     if not path.exists():
+        token_files.check(config)
         return {}
     manifest = json.loads(path.read_text())
     ours = f"tokenizer: {tokenizers.identity(config.tokenizer)}"
