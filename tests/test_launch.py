@@ -68,7 +68,7 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
 def test_an_elastic_run_grows_by_whole_slices():
     """Numbers of workers between them needn't divide the batch."""
     scaling = ScalingConfig(num_workers=(8, 16), **SLICE)
-    assert trainkit.launch._numbers_of_devices(scaling) == [32, 48, 64]
+    assert trainkit.launch.numbers_of_devices(scaling) == [32, 48, 64]
 
 
 FAILS = [  # on the workers, otherwise

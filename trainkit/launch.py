@@ -44,7 +44,7 @@ def check(
         RuntimeError: workers of another launch have the run.
     """
     runs.check_folder(config)
-    devices = _numbers_of_devices(scaling)
+    devices = numbers_of_devices(scaling)
     _check_slices(config, scaling)
     for number in devices:
         config.layout(number)
@@ -212,7 +212,7 @@ def _check_tokens(config: TrainingConfig) -> dict:
     return manifest
 
 
-def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
+def numbers_of_devices(scaling: ScalingConfig) -> list[int]:
     """That the workers may have in all: several, if their number is a range."""
     if scaling.max_workers < 1:
         raise ValueError(
