@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import optax
 import ray.train
 from ray.experimental import tqdm_ray
 
@@ -225,6 +226,19 @@ class _Lines:
 def _is_done(metrics: dict) -> bool:
     arrays = (x for x in metrics.values() if isinstance(x, jax.Array))
     return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined] # it has it
+
+
+def rate_of(
+    opt_state: optax.OptState, schedule: optax.Schedule
+) -> dict[str, jax.Array]:
+    """`{"learning_rate": ...}` of the next update, at the step that the optimizer has counted.
+
+    {} if it follows no schedule. `optax.MultiSteps` counts fewer steps than the loop.
+    """
+    kind = optax.ScaleByScheduleState
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    counts = [state.count for state in states if isinstance(state, kind)]
+    return {"learning_rate": schedule(counts[0])} if counts else {}
 
 
 def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
