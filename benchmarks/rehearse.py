@@ -236,9 +236,11 @@ def main() -> None:
     tutorial = common.load_notebook()
     place = f"{options.storage}/rehearsal-{time.strftime('%Y%m%d-%H%M%S')}"
     changes = {"data_dir": f"{place}/data", "storage_path": f"{place}/runs"}
-    changes |= {"max_steps": STEPS, "eval_interval": SAVE_AT, "eval_steps": 1}
+    changes |= {"max_steps": STEPS, "eval_interval": SAVE_AT, "save_interval": None}
+    changes |= {"keep_every": 0, "branch_from": None}
     changes |= {"log_interval": 1, "notice_interval": 1, "run_name": "run"}
     config = load_config(options.config, options.storage, **changes)
+    config = dataclasses.replace(config, eval_windows=config.batch_size)
     rows = rehearse(config, tutorial, options.notice)
     ray.shutdown()  # which shows bars until then
     common.print_table(

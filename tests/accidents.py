@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 import ray
 import ray.train
@@ -148,7 +147,7 @@ def assert_equal_runs(config, reference) -> None:
 def evaluate(tutorial, config, model) -> float:
     """As the loop does it, in this process."""
     batches = tutorial.read_validation(config, jax.sharding.get_mesh())
-    return np.mean([tutorial.eval_step(model, x, config) for x in batches])
+    return float(tutorial.evaluate(model, batches, config))
 
 
 def assert_one_worker_continues(tutorial, config) -> None:

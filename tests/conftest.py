@@ -185,7 +185,7 @@ def small_config(folder: Path, **changes) -> TrainingConfig:
         **{"n_embd": 32, "compute_dtype": "float32", "dataset": "builtin"},
         **{"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 4},
         **{"decay_steps": 40, "max_steps": 20, "log_interval": 1, "eval_interval": 10},
-        **{"eval_steps": 2, "scaling": CPUS, "run_name": "run"},
+        **{"eval_windows": 8, "scaling": CPUS, "run_name": "run"},
         **{"data_dir": f"{folder}/data", "storage_path": f"{folder}/runs"},
     }
     return TrainingConfig(**(values | changes))

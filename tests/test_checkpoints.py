@@ -29,7 +29,7 @@ from etils import epath
 from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 
-from trainkit import checkpoints, s3, token_files
+from trainkit import checkpoints, config_files, launch, runs, s3, token_files
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def config(small, write_bins):
     """Intervals that don't divide one another, nor the number of steps."""
     config = small(
         **{"n_layer": 1, "device_batch_size": 2, "max_steps": 11},
-        **{"log_interval": 3, "eval_interval": 4, "eval_steps": 3},
+        **{"log_interval": 3, "eval_interval": 4, "eval_windows": 12},
     )
     config.run_path.mkdir(parents=True)  # as Ray does
     return write_bins(config)
@@ -55,9 +55,9 @@ def reports(monkeypatch):
 def play(tutorial, cluster, reports):
     """A function that runs the loop; gives the reports to Ray, (name, metrics) each."""
 
-    def run(config, act=lambda line: None, tokens=None, send=None):
+    def run(config, act=lambda line: None, tokens=None, send=None, **more):
         reports.clear()
-        settings = {"config": asdict(config), "tokens": tokens}
+        settings = {"config": asdict(config), "tokens": tokens, **more}
         try:
             with after_each_line(act):
                 as_worker(lambda: tutorial.train_loop_per_worker(settings, send))
@@ -73,10 +73,9 @@ def play(tutorial, cluster, reports):
 def restore(tutorial, config, reports):
     """A function that starts with changes, as the loop does; its state."""
 
-    def restore(tokens=None, **changes):
+    def restore(**changes):
         changed = replace(config, **changes)
-        settings = {"config": asdict(changed), "tokens": tokens}
-        given = changed, tutorial.create_mesh(changed), settings
+        given = changed, tutorial.create_mesh(changed)
         return as_worker(lambda: tutorial.start_state(*given))
 
     return restore
@@ -97,11 +96,66 @@ def test_what_is_logged_saved_and_reported(play, config):
     assert [name[-2:] for name, _ in reports] == ["12", "14"]
 
 
-def test_a_run_that_diverges_ends_and_saves_nothing_bad(play, config):
-    wild = replace(config, learning_rate=1e30)
-    with pytest.raises(FloatingPointError, match="diverged at step 2: .*learning_rate"):
-        play(wild)
-    assert not saved(wild) and not log_of(wild)
+def test_some_checkpoints_are_saved_without_an_evaluation_and_some_stay(play, config):
+    """Of the latter, Ray, which deletes what it has on record, is told nothing."""
+    steps = {"save_interval": 2, "keep_every": 8, "max_steps": 16}
+    reports = play(replace(config, **steps))
+    assert [int(name[5:]) for name in saved(config)] == [*range(2, 17, 2)]
+    told = {int(name[5:]): metrics["val_loss"] for name, metrics in reports}
+    assert [*told] == [2, 4, 6, 10, 12, 14, 16]
+    assert [step for step, loss in told.items() if loss == 1e9] == [2, 6, 10, 14]
+    assert [x["step"] for x in log_of(config) if "val_loss" in x] == [4, 8, 12, 16]
+
+
+def test_a_branch_begins_with_all_that_a_checkpoint_has(play, config, capfd):
+    """Its losses are those of the run itself, bit for bit, unless its recipe is another."""
+    play(config)
+    start = str(whole(config)[0])  # of step 4
+
+    def numbers_of(config) -> list[tuple]:
+        return [(x["step"], x["loss"], x["grad_norm"]) for x in log_of(config)]
+
+    for name, changes, said in (
+        ("same", {}, "nothing differs"),
+        ("other", {"learning_rate": 0.1}, "learning_rate was 0.01, is 0.1"),
+    ):
+        branch = replace(config, run_name=name, branch_from=start, **changes)
+        branch.run_path.mkdir()
+        about = {"from": start, "differs": [said] if changes else []}
+        play(branch, branch=about)
+        assert saved(branch) == ["step_00000008", "step_00000011"]
+        found = capfd.readouterr().out
+        assert f"{name} is at step 4, a branch of {start}: {said}; code" in found
+        assert numbers_of(branch)[0][0] == 6
+        assert (numbers_of(branch) == numbers_of(config)[2:]) == (name == "same")
+    Path(start).rename(config.run_path / "gone")
+    play(replace(branch, max_steps=13), branch=about)  # its own come first
+    assert saved(branch)[-1] == "step_00000013"
+
+
+def test_a_run_that_diverges_ends_and_saves_nothing_bad(
+    tutorial, play, config, monkeypatch
+):
+    """What was being saved before is whole. Once the note is deleted, the run goes on."""
+    with monkeypatch.context() as patch:
+        train_step = tutorial.train_step
+
+        def diverge(state, windows, config):
+            state, metrics = train_step(state, windows, config)
+            if state.step == 5:
+                metrics["loss"] = metrics["loss"] * np.nan
+            return state, metrics
+
+        patch.setattr(tutorial, "train_step", diverge)
+        play(config)
+    assert saved(config) == ["step_00000004"]
+    assert [line["step"] for line in log_of(config)] == [3, 4]
+    with pytest.raises(FloatingPointError, match="run diverged at step 5: .*loss nan"):
+        runs.check_folder(config)
+    (config.run_path / "diverged.txt").unlink()
+    runs.check_folder(config)
+    play(config)
+    assert saved(config)[-1] == "step_00000011"
 
 
 @pytest.mark.parametrize("turn", range(3))
@@ -275,16 +329,21 @@ def test_a_tar_file_writes_nothing_elsewhere(tmp_path):
         s3.unpack(fs.LocalFileSystem(), str(tmp_path / "packed"), tmp_path / "a")
 
 
-def test_another_recipe_and_damage_are_named(play, config, restore):
-    """With what to do."""
-    play(config)
+def test_another_recipe_other_tokens_and_damage_are_named(
+    play, config, restore, write_bins
+):
+    """With what to do. The same contents of token files, made again, are the same tokens."""
+    play(config, tokens=token_files.digest(config))
     assert restore(eval_interval=5, max_steps=99).step == 11
     newest = Path(whole(config)[-1])
-    words = (
-        f"{newest} is from another recipe.*: learning_rate was 0.01, is 0.1; seed was"
-    )
+    launch.settings(replace(config, eval_interval=5, max_steps=99))
+    words = f"{config.run_path} is from another recipe.*: learning_rate was 0.01, is 0.1; seed"
     with pytest.raises(ValueError, match=words):
-        restore(learning_rate=0.1, seed=1)
+        launch.settings(replace(config, learning_rate=0.1, seed=1))
+    launch.settings(write_bins(config))
+    write_bins(config, val_tokens=402)
+    with pytest.raises(ValueError, match="val.bin was '401 tokens.*, is '402 tokens"):
+        launch.settings(config)
     for data in newest.rglob("d/*"):
         half = data.read_bytes()[: data.stat().st_size // 2]
         data.unlink()  # and not in place: a process that still maps it would die
@@ -360,16 +419,6 @@ def test_two_arrays_of_one_name_are_refused(tutorial):
         tutorial.named({"x": {"0": 1}, "x.0": 2})
 
 
-def test_other_tokens_are_named(play, config, restore, write_bins):
-    """By what is in their files; the same contents, made again, are the same tokens."""
-    play(config, tokens=token_files.digest(config))
-    write_bins(config)
-    assert restore(tokens=token_files.digest(config)).step == 11
-    write_bins(config, val_tokens=402)
-    with pytest.raises(ValueError, match="val.bin was '401 tokens.*', is '402 tokens"):
-        restore(tokens=token_files.digest(config))
-
-
 def test_a_model_trained_by_any_kernel_runs_here(
     tutorial, config, tmp_path, monkeypatch
 ):
@@ -423,6 +472,36 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
             checkpoints.load_model(checkpoint, create, tutorial.named)
 
 
+def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutorial):
+    """At step 0, with any batch and recipe, in the shape that they have."""
+    play(replace(config, tokenizer="builtin"))
+    path = whole(config)[-1]
+    file = tmp_path / "more.yaml"
+    file.write_text(f"init_from: {path}\ntokenizer: builtin\nbatch_size: 6")
+    found = config_files.load_config(file, tmp_path, run_name="more")
+    shape = [getattr(found, key) for key in ("vocab_size", "block_size", "n_layer")]
+    assert shape == [521, 16, 1] and found.batch_size == 6
+    changes = {"run_name": "more", "batch_size": 6, "init_from": found.init_from}
+    (config.run_path.parent / "more").mkdir()
+    state = restore(**changes)
+    assert state.step == 0 and not any(map(np.any, jax.tree.leaves(state.opt_state)))
+    trained = tutorial.named(restore().model)
+    for name, x in tutorial.named(state.model).items():
+        np.testing.assert_array_equal(x, trained[name])
+    with pytest.raises(ValueError, match="another model than .*step_00000011"):
+        restore(**changes, n_embd=64)
+    for text, words in (
+        ("tokenizer: gpt2", "init_from: .*was trained with the tokenizer"),
+        ("tokenizer: builtin\nn_layer: 2", "n_layer is 2, and init_from.* has 1"),
+    ):
+        file.write_text(f"init_from: {path}\n{text}")
+        with pytest.raises(ValueError, match=words):
+            config_files.load_config(file, tmp_path)
+    (path / "commit_success.txt").unlink()
+    with pytest.raises(ValueError, match="init_from: expected a whole checkpoint"):
+        config_files.load_config(file, tmp_path)
+
+
 @pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])
 def test_one_of_several_replicas_reads(shape, by_one):
     mesh = jax.sharding.AbstractMesh(shape, ("data", "fsdp", "tensor"))
@@ -454,8 +533,7 @@ def test_of_a_bucket_only_whole_checkpoints_count(
 
     monkeypatch.setattr(s3.collective, "barrier", barrier)
     assert restore().step == 4 and there == [True] and not dead.exists()
-    with pytest.raises(ValueError, match="seed was"):
-        restore(seed=1)
+    assert s3.about(config.run_path)["config"]["seed"] == config.seed
     packed = config.run_path / "step_00000004_1_0123abcd/0.tar"
     packed.write_text("damaged")
     with pytest.raises(Exception, match="truncated|file could not be opened"):

@@ -33,3 +33,19 @@ def test_tokens_take_two_bytes_if_all_ids_fit():
     """The largest of 65,536 is 65,535."""
     types = [TrainingConfig(vocab_size=2**16 + more).token_dtype for more in (0, 1)]
     assert types == ["uint16", "uint32"]
+
+
+def test_when_a_checkpoint_follows():
+    """An evaluation, and what is between. Some stay, and Ray records the last one anyway."""
+    steps = {"eval_interval": 8, "save_interval": 3, "keep_every": 6, "max_steps": 18}
+    config = TrainingConfig(**steps)
+    due = {
+        name: [step for step in range(1, 19) if getattr(config, name)(step)]
+        for name in ("evaluates", "saves", "keeps")
+    }
+    assert due["evaluates"] == [8, 16, 18]
+    assert due["saves"] == [3, 6, 8, 9, 12, 15, 16, 18]
+    assert due["keeps"] == [6, 12]
+    plain = TrainingConfig(eval_interval=8, max_steps=18)
+    assert [step for step in range(1, 19) if plain.saves(step)] == due["evaluates"]
+    assert not any(map(plain.keeps, range(19)))

@@ -25,7 +25,7 @@ from trainkit import corpus, documents, paths, token_files, tokenizers
 @pytest.fixture
 def gpt2(small):
     """A small configuration with GPT-2's vocabulary, and a batch that few tokens fill."""
-    options = {"batch_size": 1, "block_size": 1, "eval_steps": 1, "dataset": "few"}
+    options = {"batch_size": 1, "block_size": 1, "eval_windows": 1, "dataset": "few"}
     return partial(small, **options | {"vocab_size": 50_257})
 
 
@@ -96,6 +96,9 @@ def test_a_dataset_of_the_hub_byte_for_byte(gpt2, prepare, tmp_path):
     manifest = prepare(gpt2(), given)
     assert written(gpt2()) == [encode(part["text"]) for part in parts.values()]
     assert manifest["documents"] == {"train": 950, "val": 50}
+    assert manifest["bytes"]["val"] == sum(
+        len(x.encode()) for x in parts["test"]["text"]
+    )
     (read, _) = documents.read(gpt2(), lambda downloads: (pages, pages))
     assert read.materialize().num_blocks() == 2
 
@@ -137,7 +140,7 @@ def test_what_is_no_text_is_named(gpt2, prepare, rows):
 @pytest.mark.parametrize(
     "made, words",
     [
-        (None, "Error validating None"),  # a row is lost
+        (None, "object is not a mapping"),  # a row is lost
         ({"ids": b"\0\0"}, "tokens"),
         ({"tokens": [1, 2]}, "tokenize: expected bytes as tokens, found list"),
         ({"tokens": np.array([1, 2]).tobytes()}, "isn't uint16: every second is 0"),
@@ -153,7 +156,8 @@ def test_a_wrong_tokenize_is_refused(gpt2, cluster, tokenize_to, made, words):
 def test_too_few_documents_or_windows(gpt2, cluster, tokenize_to):
     """Tokens that a smaller batch can use stay."""
     config, larger = (
-        with_tokens(gpt2(batch_size=size), {"tokens": b"\1\0" * 9}) for size in (1, 18)
+        with_tokens(gpt2(eval_windows=size), {"tokens": b"\1\0" * 9})
+        for size in (1, 18)
     )
     for empty in (few()[1].limit(0), hub(text=[])):
         GIVEN[:] = [[few()[0], empty]]

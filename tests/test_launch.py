@@ -42,10 +42,14 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
 
 
+EVAL = "eval_windows: 6 can't be shared by 4 devices: expected a multiple of 4"
+
+
 @pytest.mark.parametrize(
     "options, changes, words",
     [
         ({"num_workers": (2, 4)}, {}, "3 devices: .* 3 to divide batch_size .4"),
+        ({"num_workers": (1, 4)}, {"eval_windows": 6, "batch_size": 12}, EVAL),
         ({"num_workers": 2, "use_gpu": True}, {"fsdp": 4}, "2 devices: .*fsdp .* .4"),
         ({"num_workers": 2, **NODE}, {}, "16 devices: .* 16 to divide"),  # its GPUs
         ({"num_workers": 4, **SLICE}, {}, "16 devices: .* 16 to divide"),  # its chips
@@ -64,7 +68,7 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
 def test_an_elastic_run_grows_by_whole_slices():
     """Numbers of workers between them needn't divide the batch."""
     scaling = ScalingConfig(num_workers=(8, 16), **SLICE)
-    assert trainkit.launch._numbers_of_devices(scaling) == [32, 48, 64]
+    assert trainkit.launch.numbers_of_devices(scaling) == [32, 48, 64]
 
 
 FAILS = [  # on the workers, otherwise
@@ -143,19 +147,21 @@ def test_a_table_that_is_no_parameter_is_named_before_workers_start(
 
 def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
     """The configuration may have been changed since they were made."""
-    config = write_bins(small(tokenizer="builtin", eval_steps=6))
+    config = write_bins(small(tokenizer="builtin", eval_windows=25))
     identity = f"tokenizer: {tokenizers.identity('builtin')}"
     manifest = {"made_from": [identity], "tokens": {"train": 2_001, "val": 401}}
     manifest["largest_id"] = {"train": 520, "val": 520}
     path = Path(config.data_dir) / "manifest.json"
-    path.write_text(json.dumps(manifest))
-    trainkit.launch.settings(config)
-    for changes, words in (
-        ({"vocab_size": 520}, "has the token 520, and vocab_size is 520"),
-        ({"eval_steps": 7}, "asks for 28 of val"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            trainkit.launch.settings(replace(config, **changes))
+    for text in ("", json.dumps(manifest)):  # also without one, as nanoGPT's files are
+        if text:
+            path.write_text(text)
+        trainkit.launch.settings(config)
+        for changes, words in (
+            ({"vocab_size": 520}, "has the token 520, and vocab_size is 520"),
+            ({"eval_windows": 26}, "eval_windows asks for 26 of val"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                trainkit.launch.settings(replace(config, **changes))
     path.write_text(json.dumps(manifest | {"made_from": ["tokenizer: another"]}))
     with pytest.raises(ValueError, match="holds tokens of .'tokenizer: another'"):
         trainkit.launch.settings(config)
@@ -176,7 +182,8 @@ def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, ca
     """Then Ray waits, for an hour. What it has and no worker uses is said, too, and whether a
     CPU is left to read batches.
     """
-    config = write_bins(small(batch_size=840))
+    config = small(batch_size=840, eval_windows=840)
+    write_bins(config, val_tokens=840 * 16 + 1)
     unused = "The cluster has 2 GPUs, and the workers use 0 of them.\n$"
     full = f"^The workers take all CPUs, and .* wait .*\n{unused}"
     asked = "ask for .*8.*cluster has .*4"

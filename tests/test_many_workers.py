@@ -73,7 +73,12 @@ def test_what_grows_with_the_workers(
     counts = tmp_path / "counts"
     nodes = [add_node(f"node-{i}") for i in range(min(4, workers))]
     each = {"host": 4 // (workers // len(nodes)), "CPU": 1}
-    changes = {"batch_size": 32, "max_steps": 24, "eval_interval": 8, "eval_steps": 1}
+    changes = {
+        "batch_size": 32,
+        "max_steps": 24,
+        "eval_interval": 8,
+        "eval_windows": 32,
+    }
     changes |= {"stall_timeout_s": 900.0, "notice_interval": 4}
     changes["scaling"] = {"num_workers": workers, "resources_per_worker": each}
     config = write_bins(small(**changes), 200_001, 20_001)

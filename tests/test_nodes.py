@@ -103,7 +103,8 @@ def test_an_elastic_run_grows_and_shrinks(tutorial, head, reference, monkeypatch
         "resources_per_worker": {"CPU": 2, "host": 1},
         "elastic_resize_monitor_interval_s": 2.0,
     }
-    changes = {"run_name": "elastic", "batch_size": 12, "stall_timeout_s": 900.0}
+    changes = {"run_name": "elastic", "stall_timeout_s": 900.0}
+    changes |= {"batch_size": 12, "eval_windows": 12}
     config = replace(reference, scaling=scaling, **changes)
 
     def loop(settings: dict) -> None:

@@ -7,13 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 import render_readme
 from conftest import ROOT, stop_ray
 from notebook_module import code_cells
+from ray.train import ScalingConfig
 from samples import python
 
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
@@ -159,6 +162,39 @@ def test_the_cells_of_a_job_lack_no_name():
     check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "-"]
     source = "\n".join(cell.source for cell in cells_of_a_job())
     subprocess.run(check, input=source, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "workers, changes, fsdp",
+    [
+        (2, {}, 2),
+        ([2, 4], {}, 1),  # of 2, 3, or 4 devices
+        (1, {}, 1),
+        (6, {}, 2),  # which divides 32, as 6 doesn't
+        (4, {"tensor_parallel": 2, "fsdp": 2}, 2),
+    ],
+)
+def test_a_run_continues_on_another_mesh_if_there_is_one(
+    tutorial, small, capsys, workers, changes, fsdp
+):
+    """Each time that the cell runs, for 32 steps more."""
+    run = small(scaling={"num_workers": workers}, batch_size=12, **changes)
+    names = vars(tutorial) | {"run": run, "config_path": "", "storage": ""}
+    names["load_config"] = lambda path, storage, **given: replace(run, **given)
+    names["make_trainer"] = lambda config, loop: config
+
+    def fit(config):
+        for number in tutorial.launch.numbers_of_devices(ScalingConfig(**run.scaling)):
+            replace(config, eval_windows=12).layout(number)
+        return SimpleNamespace(metrics={"step": config.max_steps})
+
+    names |= {"fit": fit, "result": fit(run)}
+    (cell,) = [cell for cell in code_cells() if cell.id == "continue"]
+    for times in (1, 2):
+        exec(cell.source, names)
+        assert names["more"].max_steps == run.max_steps + 32 * times
+        assert names["more"].fsdp == fsdp and names["more"].run_name == run.run_name
+        assert ("stays as it is" in capsys.readouterr().out) == (fsdp == run.fsdp)
 
 
 THEIRS = "Mesh NamedSharding orbax.save_async orbax.load ray.train.report ScalingConfig"

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +22,10 @@ from trainkit import run_log
 def at_step(step: int) -> dict:
     """A state that has no more than that."""
     return {"step": jnp.array(step)}
+
+
+def settings_of(config, **more) -> dict:
+    return {"config": asdict(config), **more}
 
 
 def test_lines_after_a_restart(small, monkeypatch, capfd):
@@ -46,7 +51,8 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     (config.run_path / "metrics.jsonl").write_text("\n".join(old))
 
     def loop() -> None:
-        with run_log.RunLog(config, at_step(7), send) as log:
+        val = {"windows": 1_234, "bytes_per_token": 4.0}
+        with run_log.RunLog(settings_of(config, val=val), at_step(7), send) as log:
             for step in range(8, 13):
                 now[0] += 0.25  # for 4 windows of 16 tokens
                 evaluated = {"val_loss": 4.0} if step == 12 else {}
@@ -54,8 +60,9 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
 
     as_worker(loop)
     # Without a speed: of no step but the first two, and of one before an evaluation.
-    first = {"step": 10, "tokens": 640, "loss": 20}
-    last = {"step": 12, "tokens": 768, "loss": 24, "val_loss": 4}
+    first = {"step": 10, "tokens": 640, "loss": 20, "mean_loss": 18}
+    last = {"step": 12, "tokens": 768, "loss": 24, "val_loss": 4, "mean_loss": 23}
+    last["val_bits_per_byte"] = 1 / math.log(2)  # of a nat a byte
     assert sent == [first, last]
     assert log_of(config) == [{"step": 5}, {"step": 7}, first, last]
     assert told == [None, None, first, None, last]
@@ -66,7 +73,8 @@ def test_lines_after_a_restart(small, monkeypatch, capfd):
     for line in (
         "run continues at step 7, with the same recipe and tokens; code isn't compared"
         " | devices 1 | mesh 1 x 1 x 1 | batch 4 | per device 4 | micro-batches 1 x 4 | state",
-        "step 12 | tokens 768 | loss 24 | val_loss 4\n",
+        "| val 8 of 1,234",
+        "step 12 | tokens 768 | loss 24 | val_loss 4 | mean_loss 23 | val_bits_per_byte 1.443",
         "send failed at step 12; the run continues: ConnectionError('gone')",
     ):
         assert line in said
@@ -80,15 +88,19 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
     files = [os.stat(config.run_path / "metrics.jsonl").st_ino]
 
     def loop() -> None:
-        with run_log.RunLog(config, at_step(0)) as log:
+        with run_log.RunLog(settings_of(config), at_step(0)) as log:
             for step in (1, 2):
                 log.add(step, {"loss": 1.0}, False)
                 files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
             with pytest.raises(ValueError, match=r"found norms of shape \(3,\)"):
                 log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
-            for bad in (math.inf, math.nan):
-                with pytest.raises(FloatingPointError, match="diverged at step 3"):
-                    log.add(3, {"loss": 1.0, "grad_norm": bad}, False)
+        for bad in (math.inf, math.nan):
+            with run_log.RunLog(settings_of(config), at_step(2)) as log:
+                assert log.add(3, {"loss": 1.0, "grad_norm": bad}, True) is None
+            assert log.diverged
+            note = config.run_path / "diverged.txt"
+            assert f"diverged at step 3: grad_norm {bad} | loss 1" in note.read_text()
+            note.unlink()
 
     as_worker(loop)
     assert [line["step"] for line in log_of(config)] == [1, 2]
@@ -108,7 +120,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(small, monkeypatch, capfd):
         held.wait()
 
     def loop() -> None:
-        with run_log.RunLog(config, at_step(0), send) as log:
+        with run_log.RunLog(settings_of(config), at_step(0), send) as log:
             for step in (1, 2):
                 log.add(step, {"loss": 1.0}, False)
 
@@ -135,7 +147,7 @@ def test_what_a_device_does_and_holds(tutorial, small, monkeypatch, capfd):
     config.run_path.mkdir(parents=True)
 
     def loop() -> dict:
-        with run_log.RunLog(config, arrays) as log:
+        with run_log.RunLog(settings_of(config), arrays) as log:
             log.add(1, {"loss": 1.0}, False)
             return log.add(2, {"loss": 1.0}, False)
 
@@ -182,7 +194,7 @@ def test_the_speed_is_that_of_training_steps(small, monkeypatch):
 
     def loop() -> list[dict]:
         lines = []
-        with run_log.RunLog(config, at_step(0)) as log:
+        with run_log.RunLog(settings_of(config), at_step(0)) as log:
             for step in range(1, 33):
                 clock[0] += 50 if step == 1 else 0  # it is compiled
                 metrics = {"loss": compute(float(step), 1)}
@@ -214,13 +226,13 @@ config = TrainingConfig(storage_path=sys.argv[1], run_name="run", stall_timeout_
 config.run_path.mkdir(parents=True)
 
 def loop():
-    with RunLog(config, {"step": jax.numpy.array(0)}) as log:
+    with RunLog({"config": vars(config)}, {"step": jax.numpy.array(0)}) as log:
         for step in range(1, 5):
             time.sleep(1)
             log.add(step, {"loss": 1.0}, False)
     time.sleep(4)
     print("outside, nothing is watched", flush=True)
-    with RunLog(config, {"step": jax.numpy.array(4)}) as log:
+    with RunLog({"config": vars(config)}, {"step": jax.numpy.array(4)}) as log:
         wait_in_c(60)
 
 as_worker(loop)

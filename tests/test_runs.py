@@ -3,11 +3,13 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray.train
 from accidents import as_worker
@@ -22,16 +24,71 @@ def config(small):
     return small()
 
 
-def test_keys_that_versions_add_and_remove(config, monkeypatch):
+TOKENS = {"train": "2,001 tokens, 0123", "val": "401 tokens, 4567"}
+
+
+def save(run, **changes) -> str:
+    """A checkpoint in the run's folder, of this configuration and these tokens."""
+    path = run.run_path / "step_00000008_0123abcd"
+    about = {"config": asdict(run), "tokens": TOKENS} | changes
+    orbax.save(path, {"x": np.ones(3)}, custom_metadata=about)
+    return str(path)
+
+
+def test_keys_that_versions_add_and_remove(config):
     """Of a key that it lacks, a checkpoint has the default; another value is refused."""
+    assert runs.compare(config, TOKENS) is None and not config.run_path.exists()
     saved = asdict(config) | {"removed": 3}
     del saved["beta2"]
-    about = SimpleNamespace(custom_metadata={"config": saved, "tokens": None})
-    monkeypatch.setattr(orbax, "metadata", lambda path: about)
-    runs.check_recipe("path", {"config": asdict(config), "tokens": None})
-    changed = asdict(replace(config, beta2=0.9))
-    with pytest.raises(ValueError, match="beta2 was 0.95, is 0.9"):
-        runs.check_recipe("path", {"config": changed, "tokens": None})
+    path = save(config, config=saved)
+    shutil.copytree(path, config.run_path / "step_00000016_0123abcd")
+    (config.run_path / "step_00000016_0123abcd/commit_success.txt").unlink()
+    assert runs.compare(config, TOKENS) is None
+    with pytest.raises(ValueError, match="run_name: .*beta2 was 0.95, is 0.9"):
+        runs.compare(replace(config, beta2=0.9), TOKENS)
+    with pytest.raises(ValueError, match="val.bin was '401 tokens.*, is 'other'"):
+        runs.compare(config, TOKENS | {"val": "other"})
+
+
+def test_what_a_branch_may_change(config):
+    """All but shapes, the batch, and tokens. Its own checkpoints say where it began, so that
+    it goes on without its parent.
+    """
+    parent = save(config)
+    branch = replace(
+        config, run_name="branch", branch_from=parent + "/", learning_rate=0.1
+    )
+    began = {"from": parent, "differs": ["learning_rate was 0.01, is 0.1"]}
+    assert runs.compare(branch, TOKENS) == began
+    for changes, words in (
+        ({"n_layer": 3, "n_embd": 64}, "n_layer was 2, is 3; n_embd was 32, is 64"),
+        ({"batch_size": 8}, "batch_size was 4, is 8"),
+        ({"init_from": "gpt2"}, "init_from was None, is 'gpt2'"),
+    ):
+        with pytest.raises(ValueError, match=f"branch_from: .*in these: {words}. Undo"):
+            runs.compare(replace(branch, **changes), TOKENS)
+    with pytest.raises(ValueError, match="branch_from: .* val.bin was '401 tokens"):
+        runs.compare(branch, TOKENS | {"val": "other"})
+    save(branch, branch=began)
+    shutil.rmtree(parent)
+    for again in (branch, replace(branch, branch_from=None)):
+        assert runs.compare(again, TOKENS) == began
+    with pytest.raises(ValueError, match="run_name: .*seed was 1337, is 2"):
+        runs.compare(replace(branch, seed=2), TOKENS)
+    with pytest.raises(ValueError, match="branch_from: .*which began with .*, and not"):
+        runs.compare(replace(branch, branch_from="/elsewhere"), TOKENS)
+
+
+def test_what_is_no_checkpoint_to_branch_from(config, tmp_path):
+    """It is named before anything starts."""
+    with pytest.raises(ValueError, match="branch_from\n.*found s3://bucket/runs"):
+        replace(config, branch_from="s3://bucket/runs/a/step_00000008_2_0123abcd")
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"branch_from: .* found none: {place}"):
+            runs.compare(replace(config, branch_from=str(place)), TOKENS)
+    orbax.save(tmp_path / "line", {"x": np.ones(3)})  # such as step 2's
+    with pytest.raises(ValueError, match="branch_from: .*line has no configuration"):
+        runs.compare(replace(config, branch_from=str(tmp_path / "line")), TOKENS)
 
 
 @pytest.mark.parametrize(

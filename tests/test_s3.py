@@ -151,6 +151,15 @@ def test_an_upload_is_tried_again(bucket, monkeypatch):
     np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
 
 
+def test_a_checkpoint_of_which_ray_isnt_told(bucket, monkeypatch):
+    """It is uploaded, and is the newest."""
+    monkeypatch.setattr(ray.train, "report", None)
+    folder, numbers = epath.Path(bucket) / "run", {"x": jnp.arange(3.0)}
+    as_worker(lambda: s3.save(folder, numbers, 8, None).result())
+    path = as_worker(lambda: s3.newest(folder))
+    np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
+
+
 def test_runs_of_one_name_in_two_buckets_share_nothing_on_a_node(monkeypatch):
     """Nor do those of two people."""
     paths = [epath.Path(f"s3://{name}/runs/mine") for name in "ab"]

@@ -23,7 +23,7 @@ IDS = np.random.default_rng(0).integers(0, 521, 4_000, np.uint16)
         ("val", b"", "val.bin has 0 bytes; expected 2 for each token"),
         ("train", np.uint16([*IDS, 521]), "has the token 521, and vocab_size is 521"),
         ("train", IDS[:16], "{'train': 0, 'val': 25} windows"),
-        ("val", IDS[:128], "'val': 7} windows.*asks for 8 of val"),
+        ("val", IDS[:128], "'val': 7} windows.*eval_windows asks for 8 of val"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(small, write_bins, name, data, words):
@@ -97,13 +97,18 @@ def test_windows_of_larger_ids(small):
 
 
 def test_what_a_run_is_validated_with(tutorial, small, write_bins):
-    """Two batches of four windows of val.bin, which has no more, in order."""
-    config = write_bins(small(), val_tokens=8 * 16 + 1)
+    """The first windows of val.bin, in order, whatever the batch, and their mean."""
+    config = write_bins(small(eval_windows=7), val_tokens=7 * 16 + 1)
     token_files.check(config)
-    found = tutorial.read_validation(config, jax.sharding.get_mesh())
     whole = token_files.open_tokens(config, "val")
-    expected = [whole[start:][:17] for start in range(0, 128, 16)]
-    np.testing.assert_array_equal(np.concatenate(found), expected)
+    expected = [whole[start:][:17] for start in range(0, 7 * 16, 16)]
+    model, losses = tutorial.create_model(config), []
+    for batch in (1, 4, 7, 9):
+        config = dataclasses.replace(config, batch_size=batch)
+        found = tutorial.read_validation(config, jax.sharding.get_mesh())
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+        losses.append(float(tutorial.evaluate(model, found, config)))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
 def test_each_window_once_an_epoch(small, write_bins):
@@ -137,7 +142,7 @@ def test_a_worker_reads_the_rows_that_its_devices_hold(tutorial, small, monkeypa
     held[2] = (slice(0, 2), slice(None))
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: held)
     monkeypatch.setattr(tutorial, "NamedSharding", lambda *_: sharding)
-    rows, _ = tutorial.share_of_batch(small(batch_size=6), None)
+    rows, _ = tutorial.share_of_batch(small(), None, 6)
     assert rows.tolist() == [0, 1, 2, 3]
 
 

@@ -86,7 +86,7 @@ def test_more_ids_than_uint16(tutorial, cluster, small, tmp_path):
     assert ours.identity(str(path)) != before
     found = ours.load(str(path))
     assert found.eot_token == 66_299 not in found.encode_ordinary("words <65999>")
-    few = {"batch_size": 1, "block_size": 4, "eval_steps": 1, "dataset": "few"}
+    few = {"batch_size": 1, "block_size": 4, "eval_windows": 1, "dataset": "few"}
     config = small(tokenizer=str(tmp_path), vocab_size=66_300, **few)
     corpus.write(config, documents, tutorial.tokenize)
     ids = [[*found.encode_ordinary(f".{text}"), 66_299] for text in TEXTS]

@@ -60,7 +60,7 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins):
     Attention is XLA's: splash is a kernel for TPUs, which benchmarks/compile.py compiles.
     """
     add_slice(head, "slice-0", "4x4")
-    model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_steps": 1}
+    model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_windows": 32}
     config = small(scaling=SLICE, max_steps=2, **model)
     write_bins(config, val_tokens=1_001)
     trainer_of(tutorial, config, tutorial.train_loop_per_worker).fit()
@@ -79,7 +79,7 @@ def test_slices_are_lost_and_come_back(tutorial, head, small, write_bins):
     second = add_slice(head, "slice-1", "2x4")
     scaling = SLICE | {"num_workers": [2, 4], "topology": "2x4"}
     scaling["elastic_resize_monitor_interval_s"] = 2.0
-    model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_steps": 1}
+    model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_windows": 32}
     steps = {"max_steps": 28, "eval_interval": 4, "stall_timeout_s": 900.0}
     config = small(scaling=scaling, **steps, **model)
     write_bins(config, val_tokens=1_001)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from accidents import (
 )
 from conftest import ROOT, cluster_with_a_head
 from notebook_module import NOTEBOOK, load_notebook
+from orbax.checkpoint import v1 as orbax
 from samples import run_from_guide, windows_for
 
 from trainkit import documents, runs
@@ -65,6 +67,20 @@ def test_two_workers_train_evaluate_and_save(tutorial, cluster, reference, tmp_p
     model = names["model"]
     assert evaluate(tutorial, config, model) == pytest.approx(losses[best[0]], abs=1e-5)
     assert_one_worker_continues(tutorial, config)
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_not_tried_again(
+    tutorial, cluster, small, write_bins, monkeypatch
+):
+    """Neither by Ray, nor by a job."""
+    wild = write_bins(small(n_layer=1, learning_rate=1e30, max_failures=100))
+    trainer = tutorial.make_trainer(wild, train_loop_of(tutorial))
+    with pytest.raises(FloatingPointError, match="diverged at step 2: .*diverged.txt"):
+        tutorial.fit(trainer)
+    assert len(starts_of(wild)) == 1 and not saved(wild)
+    with pytest.raises(FloatingPointError, match="diverged at step 2"):
+        tutorial.make_trainer(wild, train_loop_of(tutorial))
 
 
 DRIVER = """
@@ -206,6 +222,31 @@ def test_worker_killed_at_random(tutorial, cluster, reference, tmp_path, rank, s
         result()
     assert len(starts_of(config)) == 2
     assert_equal_runs(config, reference)
+
+
+@pytest.mark.extra
+def test_a_branch_of_a_checkpoint_that_stays(tutorial, cluster, reference):
+    """Ray doesn't record it. With nothing changed, a branch is the run itself, bit for bit."""
+
+    def fit(config) -> list[tuple]:
+        tutorial.fit(tutorial.make_trainer(config, tutorial.train_loop_per_worker))
+        return [(x["step"], x["loss"], x.get("val_loss")) for x in log_of(config)]
+
+    parent = replace(reference, run_name="parent", save_interval=4, keep_every=20)
+    expected = fit(parent)
+    assert_equal_runs(parent, reference)
+    assert saved(parent) == ["step_00000020", "step_00000032", "step_00000040"]
+    start = whole(parent)[0]
+    assert start.name not in (parent.run_path / RECORD).read_text()
+    branch = replace(reference, run_name="same", branch_from=str(start))
+    assert fit(branch) == expected[20:]
+    branch = replace(branch, run_name="other", learning_rate=1e-3)
+    found = fit(branch)
+    assert [x[0] for x in found] == list(range(21, 41)) and found != expected[20:]
+    shutil.rmtree(start)
+    assert fit(replace(branch, max_steps=44))[:20] == found
+    about = orbax.metadata(whole(branch)[-1]).custom_metadata["branch"]
+    assert about["differs"] == ["learning_rate was 0.01, is 0.001"]
 
 
 @pytest.mark.extra

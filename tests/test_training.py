@@ -3,6 +3,7 @@
 import jax
 import llamas
 import numpy as np
+import optax
 import pytest
 import tiktoken
 import torch
@@ -36,6 +37,27 @@ def test_learning_rate_is_nanogpts(tutorial, small):
     schedule = tutorial.learning_rate_schedule(config)
     for step in range(70):
         assert float(schedule(step)) == pytest.approx(nanogpt(step), rel=1e-5), step
+
+
+def test_the_rate_is_that_of_the_optimizer(tutorial, small, monkeypatch):
+    """Which may count other steps than the loop, or follow no schedule."""
+    config = small(n_layer=1, warmup_steps=10)
+    schedule = tutorial.learning_rate_schedule(config)
+    several = optax.MultiSteps(tutorial.create_optimizer(config), 2)
+    without = optax.contrib.schedule_free_sgd(0.1)
+    for optimizer, expected in (
+        (tutorial.create_optimizer(config), [0, 1, 2]),
+        (optax.GradientTransformation(several.init, several.update), [0, 0, 1]),
+        (without, []),
+    ):
+        jax.clear_caches()
+        monkeypatch.setattr(tutorial, "create_optimizer", lambda c, o=optimizer: o)
+        state, rates = tutorial.create_state(config), []
+        for windows in windows_for(config, 3):
+            state, metrics = tutorial.train_step(state, windows, config)
+            rates += [float(metrics["learning_rate"])] if expected else []
+        assert rates == pytest.approx([float(schedule(count)) for count in expected])
+        assert expected or "learning_rate" not in metrics
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *llamas.SHAPES][:5:2])

@@ -32,6 +32,7 @@ _NOT_SHOWN = (  # what Ray and JAX say of each start, and a notebook needn't sho
     "Reporting training result",
     "preemption_sync",
     r"\[Gloo\] Rank",
+    r"worker \d+ of \d+: process",
 )
 
 

@@ -7,12 +7,84 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from etils import epath
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
 from ray.train import Checkpoint
 
-from trainkit import s3
-from trainkit.config import TrainingConfig
+from trainkit import huggingface, s3, tokenizers
+from trainkit.config import SHAPE, TrainingConfig
+
+_COMMIT = "commit_success.txt"
+
+
+def is_one(name: str) -> bool:
+    """Whether `init_from` names a run's checkpoint, and no published model."""
+    path = Path(name)
+    return "://" in name or path.name.startswith("step_") or (path / _COMMIT).exists()
+
+
+def newest(folder: epath.Path) -> epath.Path | None:
+    """The newest whole checkpoint in a run's folder, as one process sees it."""
+    try:
+        found = [path for path in folder.iterdir() if path.name.startswith("step_")]
+    except FileNotFoundError:
+        return None
+    whole = [x for x in found if _COMMIT in {file.name for file in x.iterdir()}]
+    return max(whole, key=lambda path: path.name, default=None)
+
+
+def about(key: str, folder: str) -> dict:
+    """What was saved beside the arrays: what `launch.settings` gave the run.
+
+    Raises:
+        ValueError: there is no whole checkpoint of a run. It begins with `key`.
+    """
+    path = epath.Path(folder)
+    if folder.startswith("s3://") or not (path / _COMMIT).exists():
+        raise ValueError(
+            f"{key}: expected a whole checkpoint, with {_COMMIT}, in a folder or gs://, "
+            f"found none: {folder}"
+        )
+    found = orbax.metadata(folder).custom_metadata or {}
+    if "config" not in found:
+        raise ValueError(
+            f"{key}: {folder} has no configuration: it isn't of such a run"
+        )
+    return found
+
+
+def shape(folder: str, tokenizer: str) -> dict[str, int]:
+    """The shape of the model in a checkpoint, as configuration keys, for `init_from`.
+
+    Raises:
+        ValueError: there is no whole checkpoint of a run, or it has another tokenizer.
+    """
+    saved = about("init_from", folder)["config"]
+    if saved["tokenizer"] != tokenizer:
+        theirs, ours = map(tokenizers.identity, (saved["tokenizer"], tokenizer))
+        if theirs != ours:
+            raise ValueError(
+                f"init_from: {folder} was trained with the tokenizer {theirs}, and "
+                f"tokenizer is {ours}"
+            )
+    return {key: saved[key] for key in SHAPE if key in saved}
+
+
+def load_weights(
+    config: TrainingConfig, model: nnx.Module, named: Callable
+) -> nnx.Module:
+    """`model` with the weights of `config.init_from`, on the devices where its own are.
+
+    Raises:
+        ValueError: they are another model's.
+    """
+    folder = str(config.init_from)
+    if not is_one(folder):
+        return huggingface.load_weights(config, model)
+    arrays = named(model)
+    mesh = next(iter(arrays.values())).sharding.mesh
+    return _load(folder, model, named, lambda x: x.sharding, by_one_replica(mesh))
 
 
 def by_one_replica(mesh: jax.sharding.Mesh) -> orbax.Context:
@@ -46,22 +118,26 @@ def load_model(
         if kind == "s3":
             s3.unpack(files, folder, Path(unpacked))
         folder = {"s3": unpacked, "gcs": f"gs://{folder}"}.get(kind, folder)
-        saved = orbax.metadata(folder)
-        values = saved.custom_metadata["config"]
+        values = orbax.metadata(folder).custom_metadata["config"]
         # Runs anywhere, on windows of any length.
         values |= {"attention": "xla", "scan_layers": False}
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}
         config = TrainingConfig(**{k: v for k, v in values.items() if k in fields})
         model = jax.eval_shape(partial(create_model, config))
-        abstract = {
-            f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-            for name, x in named(model).items()
-        }
-        _compare(folder, {n: x.shape for n, x in saved.metadata.items()}, abstract)
-        context = orbax.Context()
-        context.pytree.loading.partial_load = True  # without the optimizer's state
-        with context:
-            arrays = orbax.load(folder, abstract)
+        return _load(folder, model, named, lambda x: device, orbax.Context())
+
+
+def _load(folder, model, named, sharding_of, context) -> nnx.Module:
+    """The model in a checkpoint, without the optimizer's state."""
+    abstract = {
+        f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
+        for name, x in named(model).items()
+    }
+    saved = orbax.metadata(folder).metadata
+    _compare(folder, {name: x.shape for name, x in saved.items()}, abstract)
+    context.pytree.loading.partial_load = True
+    with context:
+        arrays = orbax.load(folder, abstract)
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
 
 

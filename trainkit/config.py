@@ -58,12 +58,24 @@ def _freeze_scaling(scaling: dict) -> _Frozen:
     return _Frozen(scaling | is_range)
 
 
+def _without_s3(place: str) -> str:
+    """A checkpoint's folder, from which Orbax can load."""
+    if place.startswith("s3://"):
+        raise ValueError(f"expected a folder or gs://, found {place}: copy it to one")
+    return place.rstrip("/")
+
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(paths.absolute)]
+CheckpointFolder = Annotated[Folder, AfterValidator(_without_s3)]
 PathOrName = Annotated[str, AfterValidator(paths.path_or_name)]
 _STRICT = pydantic.ConfigDict(
     extra="forbid", allow_inf_nan=False, validate_default=True
 )
+
+
+# Keys that decide which arrays a model has, and their shapes.
+SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "model")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -79,7 +91,8 @@ class RecipeConfig:
     n_embd: PositiveInt = 768
     dropout: Fraction = 0.0  # of embeddings and of what each layer adds, in training
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
-    init_from: PathOrName | None = None  # a Hugging Face model, which brings the shape
+    # A Hugging Face model, or a checkpoint of a run, which brings weights and the shape.
+    init_from: PathOrName | None = None
     model: Annotated[dict, AfterValidator(_Frozen)] = _Frozen()  # keys of your own
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
@@ -109,17 +122,35 @@ class TrainingConfig(RecipeConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; a checkpoint follows each evaluation
+    save_interval: PositiveInt | None = None  # steps; None: after evaluations only
+    keep_every: Annotated[int, Field(ge=0)] = 0  # steps whose checkpoints stay; 0: none
     notice_interval: PositiveInt = 10  # steps; whether a machine will be taken away
-    eval_steps: PositiveInt = 9  # batches of val.bin; 9 x 480 windows are nearly all
+    eval_windows: PositiveInt = 4_320  # the first ones of val.bin; here, nearly all
     max_failures: Annotated[int, Field(ge=-1)] = 3  # restarts; -1 is without end
     controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
+    branch_from: CheckpointFolder | None = None  # a new run starts with its whole state
     # See load_config. Orbax takes the last three characters for a pattern, without a word.
     run_name: Annotated[str, Field(pattern=r"^[^/\[*?]+$")] | None = None
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
     # May be remote, such as gs://my-bucket/runs.
     storage_path: Annotated[Folder, Field(pattern=r"^[^\[*?]+$")] = "runs"
+
+    @pydantic.model_validator(mode="after")
+    def _check_intervals(self) -> "TrainingConfig":
+        often = self.save_interval or self.eval_interval
+        if often > self.eval_interval:
+            raise ValueError(
+                f"save_interval: {often} is more than eval_interval, {self.eval_interval}, "
+                "and a checkpoint follows each evaluation"
+            )
+        if self.keep_every % often and self.keep_every % self.eval_interval:
+            raise ValueError(
+                f"keep_every: {self.keep_every} is no multiple of save_interval or "
+                f"eval_interval ({often}, {self.eval_interval}), when checkpoints are saved"
+            )
+        return self
 
     @property
     def padded_vocab_size(self) -> int:
@@ -146,6 +177,23 @@ class TrainingConfig(RecipeConfig):
         fewest = math.ceil(windows / self.device_batch_size)
         return next(n for n in range(fewest, windows + 1) if windows % n == 0)
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows a step, and so a checkpoint."""
+        return step % self.eval_interval == 0 or step == self.max_steps
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows a step."""
+        often = self.save_interval or self.eval_interval
+        return step % often == 0 or self.evaluates(step)
+
+    def keeps(self, step: int) -> bool:
+        """Whether that checkpoint stays, and Ray, which deletes what it records, gets none.
+
+        It records a run's last one, to return it.
+        """
+        every = self.keep_every
+        return every > 0 and step % every == 0 and step != self.max_steps
+
     def layout(self, devices: int) -> dict[str, int | str]:
         """How so many devices share a batch.
 
@@ -158,6 +206,11 @@ class TrainingConfig(RecipeConfig):
             raise ValueError(
                 f"{devices} devices: expected a multiple of fsdp x tensor_parallel ({model}), "
                 f"and {shards} to divide batch_size ({self.batch_size})"
+            )
+        if self.eval_windows % shards:
+            raise ValueError(
+                f"eval_windows: {self.eval_windows} can't be shared by {devices} devices: "
+                f"expected a multiple of {shards}"
             )
         windows = self.batch_size // shards
         parts = self.micro_batches(windows)

@@ -13,7 +13,7 @@ import pydantic
 from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
-from trainkit import huggingface, paths, tokenizers
+from trainkit import checkpoints, huggingface, paths, tokenizers
 from trainkit.config import RecipeConfig, TrainingConfig
 
 
@@ -45,7 +45,9 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
             values["vocab_size"] = tokenizers.load(tokenizer).n_vocab
     if values.get("init_from"):
         name = paths.path_or_name(values["init_from"])
-        shape = huggingface.published_shape(name, tokenizer)
+        is_run = checkpoints.is_one(name)
+        find_shape = checkpoints.shape if is_run else huggingface.published_shape
+        shape = find_shape(name, tokenizer)
         for key in shape.keys() & values.keys():
             if values[key] != shape[key]:
                 raise ValueError(

@@ -41,7 +41,8 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     parts = documents.read(config, dataset)
     try:
         with paths.new_folder(config.data_dir) as folder:
-            train, val = (p.map(tokenize, fn_kwargs={"config": config}) for p in parts)
+            given = {"tokenize": tokenize, "config": config}
+            train, val = (part.map(_tokenize, fn_kwargs=given) for part in parts)
             # Of val's documents; in train, those that are there, too.
             hashes: set[int] = set()
             in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
@@ -120,6 +121,12 @@ def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
     return manifest
 
 
+def _tokenize(row: dict, **given: Any) -> dict:
+    """What `tokenize` returns, and the length of the text, in bytes of UTF-8."""
+    tokens = given["tokenize"](row, given["config"])
+    return {**tokens, "bytes": len(row["text"].encode())}
+
+
 def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
     """Write the tokens of documents to a file, and `note` each one's hash; what is in it."""
     tokenized.context.enable_progress_bars = False
@@ -127,10 +134,11 @@ def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
         "ray_data_progress_manager_disabled"
     )  # or Ray would say that it shows none
     tokenized.context.execution_options.preserve_order = True
-    found = {"documents": 0, "tokens": 0, "largest_id": 0}
+    found = {"documents": 0, "bytes": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
-            texts = rows["tokens"].to_pylist()  # type: ignore[union-attr] # of a table
+            columns = rows.to_pydict()  # type: ignore[union-attr] # of a table
+            texts = columns["tokens"]
             if not all(isinstance(tokens, bytes) for tokens in texts):
                 kind = type(texts[0]).__name__
                 raise ValueError(f"tokenize: expected bytes as tokens, found {kind}")
@@ -139,6 +147,7 @@ def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
             ids = np.frombuffer(b"".join(texts), dtype)
             file.write(ids.data)
             found["documents"] += len(rows)
+            found["bytes"] += sum(columns["bytes"])
             found["tokens"] += len(ids)
             found["largest_id"] = max(found["largest_id"], int(ids.max()))
             bar.update(len(rows))

@@ -31,6 +31,7 @@ _SIZES = {  # ours: theirs, of any kind of model
 }
 # Arguments that may differ without making another function of the same tokens
 _LIMITS = re.compile(r".*_pdrop|max_position_embeddings")
+_TOKENIZERS = "tokenizer.json", "vocab.json"  # today's form, and an old one
 _SAMPLE = "The quick brown fox\n  jumps over 1,234 lazy dogs: naïve façades."
 _CONSTANT = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
 
@@ -47,12 +48,12 @@ def published_shape(name: str, tokenizer: str) -> dict[str, int]:
     import transformers  # slow, and workers don't need it
 
     folder = _folder(name)
-    if (folder / "tokenizer.json").exists():
+    if any((folder / name).exists() for name in _TOKENIZERS):
         both = tokenizers.load(str(folder)), tokenizers.load(tokenizer)
         ids = [[x.eot_token, *x.encode_ordinary(_SAMPLE)] for x in both]
         if ids[0] != ids[1]:
             raise ValueError(
-                f"init_from: {name} has a tokenizer.json of other tokens than tokenizer, "
+                f"init_from: {name} has a tokenizer of other tokens than tokenizer, "
                 f"{tokenizer}. Set tokenizer to that folder"
             )
     theirs = transformers.AutoConfig.from_pretrained(folder)
@@ -269,7 +270,7 @@ def _folder(name: str) -> Path:
     """The folder with a model's config.json and weights, which a hub may have."""
     if Path(name).is_absolute():
         return Path(name)
-    files = ["config.json", "model*.safetensors", "tokenizer.json"]
+    files = ["config.json", "model*.safetensors", *_TOKENIZERS]
     return Path(
         snapshot_download(name, allow_patterns=[*files, "tokenizer_config.json"])
     )

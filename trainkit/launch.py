@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from ray.train.v2.api.config import ScalingConfig
 
-from trainkit import huggingface, ops, runs, token_files, tokenizers
+from trainkit import checkpoints, huggingface, ops, runs, token_files, tokenizers
 from trainkit.config import TrainingConfig
 
 
@@ -43,7 +43,7 @@ def check(
         RuntimeError: workers of another launch have the run.
     """
     runs.check_folder(config)
-    devices = _numbers_of_devices(scaling)
+    devices = numbers_of_devices(scaling)
     _check_slices(config, scaling)
     for number in devices:
         config.layout(number)
@@ -56,12 +56,22 @@ def check(
 def settings(config: TrainingConfig) -> dict:
     """What a worker gets: the configuration, and what tells its tokens from others.
 
+    `val` has the windows in val.bin, and the bytes of text in a token, if the manifest says so.
+    `branch` is what `runs.compare` returns.
+
     Raises:
         FileNotFoundError: there are no tokens.
-        ValueError: they aren't this configuration's.
+        ValueError: they aren't this configuration's, or the run's checkpoints are of other
+            tokens or of another recipe.
     """
-    _check_tokens(config)
-    return {"config": dict(vars(config)), "tokens": token_files.digest(config)}
+    manifest = _check_tokens(config)
+    val = {"windows": token_files.count_windows(config, "val")}
+    if "bytes" in manifest:
+        val["bytes_per_token"] = manifest["bytes"]["val"] / manifest["tokens"]["val"]
+    tokens = token_files.digest(config)
+    branch = runs.compare(config, tokens)
+    given = {"config": dict(vars(config)), "tokens": tokens}
+    return given | {"val": val, "branch": branch}
 
 
 def check_parameters(model: nnx.Module) -> None:
@@ -138,12 +148,12 @@ def check_sharding(
             state = abstract_state(traced, mesh)
             _check_shards(state, mesh)
             jax.eval_shape(loss, state.model, windows)
-            if config.init_from:
+            if config.init_from and not checkpoints.is_one(config.init_from):
                 huggingface.check(config, state.model)
 
     with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
         pool.submit(trace).result()
-    if unread := traced.model.keys() - traced.model.read:
+    if unread := traced.model.keys() - traced.model.read:  # type: ignore[attr-defined]
         raise ValueError(
             f"model: neither the model nor its loss has read {', '.join(sorted(unread))}"
         )
@@ -180,6 +190,11 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
         # cuBLAS adds biases and GELU while it writes a product, which Triton's products don't
         # (rosetta/docs/GPU_performance.md of NVIDIA/JAX-Toolbox), and none are merged.
         ours = "--xla_gpu_enable_triton_gemm=false --xla_gpu_dot_merger_threshold_mb=0"
+        if config.fsdp > 1 and not config.scan_layers:
+            # XLA's unrolled loop over micro-batches would end the process: docs/upstream.md.
+            ours += (
+                " --xla_gpu_enable_while_loop_unrolling=WHILE_LOOP_UNROLLING_NO_UNROLL"
+            )
         variables["XLA_FLAGS"] = f"{ours} {variables['XLA_FLAGS']}"
         # Random numbers by JAX's kernel: XLA's program of them all compiles for minutes.
         variables["JAX_THREEFRY_GPU_KERNEL_LOWERING"] = "true"
@@ -192,11 +207,15 @@ def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str
     return variables
 
 
-def _check_tokens(config: TrainingConfig) -> None:
-    """Refuse tokens that were made for another configuration, and that this one can't use."""
+def _check_tokens(config: TrainingConfig) -> dict:
+    """Refuse tokens that were made for another configuration, and that this one can't use.
+
+    Their manifest; {} if there is none.
+    """
     path = Path(config.data_dir) / "manifest.json"
     if not path.exists():
-        return
+        token_files.check(config)
+        return {}
     manifest = json.loads(path.read_text())
     ours = f"tokenizer: {tokenizers.identity(config.tokenizer)}"
     if ours not in manifest["made_from"]:
@@ -206,9 +225,10 @@ def _check_tokens(config: TrainingConfig) -> None:
             f"are [{ours!r}]. Set tokenizer or data_dir"
         )
     token_files.check(config, manifest)
+    return manifest
 
 
-def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
+def numbers_of_devices(scaling: ScalingConfig) -> list[int]:
     """That the workers may have in all: several, if their number is a range."""
     if scaling.max_workers < 1:
         raise ValueError(

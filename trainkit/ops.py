@@ -47,11 +47,10 @@ def causal_attention(
 
     If `k` and `v` have fewer heads than `q`, a group of its heads shares each of theirs.
     """
-    attend = partial(
-        jax.nn.dot_product_attention, is_causal=True, implementation=kernel
-    )
-    if kernel == "splash":
-        attend = _splash_attention
+    attend = _splash_attention
+    if kernel != "splash":
+        plain = jax.nn.dot_product_attention
+        attend = partial(plain, is_causal=True, implementation=kernel)
     return _on_each_device(attend, None, "tensor")(q, k, v)
 
 

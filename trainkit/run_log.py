@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import optax
 import ray.train
 from ray.experimental import tqdm_ray
 
-from trainkit import paths
+from trainkit import paths, runs
 from trainkit.config import TrainingConfig
 
 # Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
@@ -53,16 +54,18 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainingConfig, arrays: Mapping, send: Callable | None = None
+        self, settings: Mapping, arrays: Mapping, send: Callable | None = None
     ):
         """Go on after a step, without later lines.
 
         Args:
+            settings: those of `launch.settings`.
             arrays: the state by name: `step`, those of `model.`, and the optimizer's.
             send: gets each line, on the first worker, in a thread, so that the run doesn't wait
                 for a tracker.
         """
-        self._config = config
+        self._config = config = TrainingConfig(**settings["config"])
+        self._val = settings.get("val", {})
         step = int(arrays["step"])
         self._flops = flops_per_token(config, arrays)
         self._peak = peak_flops(jax.devices()[0].device_kind)
@@ -70,9 +73,10 @@ class RunLog:
         self._since: tuple[int, float] | None = None
         self._seen: tuple[int, float] | None = None
         self._recent: dict[int, dict] = {}
+        self.diverged = False
         self._lines: _Lines | None = None
         if ray.train.get_context().get_world_rank() == 0:
-            print(_first_line(config, arrays, self._peak))
+            print(_first_line(settings, config, arrays, self._peak))
             self._lines = _Lines(config, step, send)
 
     def __enter__(self) -> "RunLog":
@@ -87,10 +91,14 @@ class RunLog:
     def add(self, step: int, metrics: dict, saving: bool) -> dict | None:
         """Take the scalars of a step, which the device may still be computing.
 
-        Gives a line if it is time for one, or if a checkpoint follows (`saving`).
+        Gives a line if it is time for one, or if a checkpoint follows (`saving`). `loss` in it
+        is this step's, and `mean_loss` that of the steps since the line before.
+
+        If a number since then is infinite or NaN, gives None, sets `diverged`, on all workers,
+        and leaves a note, with which `fit` and later launches raise an error: Ray would try
+        again what a worker raises.
 
         Raises:
-            FloatingPointError: a number since the last line is infinite or NaN.
             ValueError: a metric isn't a scalar.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
@@ -115,12 +123,20 @@ class RunLog:
         self._recent = {}
         for each, values in recent.items():
             if not all(map(math.isfinite, values.values())):
-                raise FloatingPointError(
-                    f"diverged at step {each}: {_format(values)}. What was saved before is "
-                    "good. Lower learning_rate, which makes a new run."
-                )
+                self.diverged = True
+                if self._lines:
+                    runs.note_divergence(
+                        self._config, f"step {each}: {_format(values)}"
+                    )
+                return None
         tokens = self._config.batch_size * self._config.block_size
-        line = {"step": step, "tokens": step * tokens, **recent[step], **speed}
+        line = {"step": step, "tokens": step * tokens, **recent[step]}
+        losses = [values["loss"] for values in recent.values()]
+        line["mean_loss"] = sum(losses) / len(losses)
+        if "val_loss" in line and "bytes_per_token" in self._val:
+            nats_per_byte = line["val_loss"] / self._val["bytes_per_token"]
+            line["val_bits_per_byte"] = nats_per_byte / math.log(2)
+        line |= speed
         if self._lines:
             self._lines.add(line, saving)
         return line
@@ -212,6 +228,19 @@ def _is_done(metrics: dict) -> bool:
     return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined] # it has it
 
 
+def rate_of(
+    opt_state: optax.OptState, schedule: optax.Schedule
+) -> dict[str, jax.Array]:
+    """`{"learning_rate": ...}` of the next update, at the step that the optimizer has counted.
+
+    {} if it follows no schedule. `optax.MultiSteps` counts fewer steps than the loop.
+    """
+    kind = optax.ScaleByScheduleState
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    counts = [state.count for state in states if isinstance(state, kind)]
+    return {"learning_rate": schedule(counts[0])} if counts else {}
+
+
 def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     """FLOPs to train on a token: 6N + 12LDT, as nanoGPT's `estimate_mfu`.
 
@@ -236,20 +265,27 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAK_FLOPS.get(next(known, ""))
 
 
-def _first_line(config: TrainingConfig, arrays: Mapping, peak: float | None) -> str:
+def _first_line(
+    settings: Mapping, config: TrainingConfig, arrays: Mapping, peak: float | None
+) -> str:
     """What this start of a run continues with, and what a device holds of the state."""
     step = int(arrays["step"])
     begun = "is new; with this run_name, a launch continues it"
     if paths.is_object_store(config.storage_path):
         begun += ", and nothing keeps two launches out of a bucket"
     if step:
-        begun = f"continues at step {step}, with the same recipe and tokens; "
-        begun += "code isn't compared"
+        begun = f"continues at step {step}, with the same recipe and tokens"
+        if branch := settings.get("branch"):
+            differs = "; ".join(branch["differs"]) or "nothing differs"
+            begun = f"is at step {step}, a branch of {branch['from']}: {differs}"
+        begun += "; code isn't compared"
     held = {n: math.prod(x.sharding.shard_shape(x.shape)) for n, x in arrays.items()}
     state = sum(held[name] * arrays[name].dtype.itemsize for name in held)
     parts = config.layout(jax.device_count()) | {
         "state": f"{state / 2**20:,.1f} MiB each"
     }
+    if windows := settings.get("val", {}).get("windows"):
+        parts["val"] = f"{config.eval_windows:,} of {windows:,}"
     if config.fsdp * config.tensor_parallel > 1:
         whole = [name for name, x in arrays.items() if held[name] == x.size]
         largest = max(whole, key=lambda name: held[name])

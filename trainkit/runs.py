@@ -1,8 +1,8 @@
 """What keeps a run one: its name, its folder for one launch at a time, its recipe and tokens.
 
 The notebook's `newest`, `save`, and `restore` know nothing of recipes and launches. A launch
-calls `check_folder` and `wait_for_workers` before workers start, `lock` on the first worker,
-and `check_recipe` between `newest` and `restore`.
+calls `check_folder`, `wait_for_workers`, and `compare` before workers start, and `lock` on the
+first worker.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from collections.abc import Mapping
 import ray.train
 from etils import epath
 from filelock import FileLock, Timeout
-from orbax.checkpoint import v1 as orbax
 
-from trainkit import paths, s3
-from trainkit.config import RecipeConfig, TrainingConfig
+from trainkit import checkpoints, paths, s3
+from trainkit.config import SHAPE, RecipeConfig, TrainingConfig
 
 PATIENCE = 150  # seconds; NFSv4 frees the lock of a node that died after about 90
 _HOLDER = "locked-by.txt"
+_DIVERGED = "diverged.txt"  # the notebook's `fit` looks for it, too
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP
 _lock: FileLock | None = None  # held until this process ends, however it does
 
@@ -32,6 +32,7 @@ def check_folder(config: TrainingConfig) -> None:
     """Refuse a launch that couldn't continue its run, before anything is written.
 
     Raises:
+        FloatingPointError: the run has diverged, and nobody said to go on.
         ValueError: the run has no name, its folder won't stay, or its checkpoints have the form
             of another storage.
     """
@@ -59,36 +60,79 @@ def check_folder(config: TrainingConfig) -> None:
             f"{'other storage' if is_s3 else 's3://'}, which can't be read here. Continue the "
             "run where it was, or choose another run_name."
         )
+    if (note := config.run_path / _DIVERGED).exists():
+        raise FloatingPointError(note.read_text())
 
 
-def check_recipe(path: epath.PathLike, settings: Mapping) -> None:
-    """Refuse to continue with a checkpoint of another recipe or of other tokens.
+def note_divergence(config: TrainingConfig, found: str) -> None:
+    """Leave a note in the run's folder that no launch should go on."""
+    path = config.run_path / _DIVERGED
+    path.write_text(
+        f"{config.run_name} diverged at {found}. What was saved before is good. Lower "
+        f"learning_rate in a new run. To go on with this one, delete {path}"
+    )
+
+
+def compare(config: TrainingConfig, tokens: Mapping) -> dict | None:
+    """Refuse to go on with a checkpoint of another recipe or of other tokens.
 
     A key that the checkpoint lacks had its default then; one that no longer exists is ignored.
+    A branch may have another recipe, but for shapes, the batch, and where weights came from.
 
     Args:
-        path: the checkpoint's folder.
-        settings: those of `launch.settings`, as the checkpoint's own are.
+        tokens: `token_files.digest` of the configuration's.
+
+    Returns:
+        What the run is a branch of, if it is one: `{"from": folder, "differs": [...]}`, which
+        its checkpoints keep.
 
     Raises:
-        ValueError: key by key, what it was, and what it is.
+        ValueError: key by key, what it was, and what it is. Or `branch_from` names no
+            checkpoint, or isn't where the run's own checkpoints began.
     """
-    saved = orbax.metadata(path).custom_metadata
+    if config.storage_path.startswith("s3://"):
+        own = s3.about(config.run_path)
+    else:
+        path = checkpoints.newest(config.run_path)
+        own = checkpoints.about("run_name", str(path)) if path else None
+    if own:
+        branch = own.get("branch")
+        began = branch and branch["from"]
+        if config.branch_from not in (None, began):
+            raise ValueError(
+                f"branch_from: {config.run_path} has checkpoints of its own, which began with "
+                f"{began}, and not with {config.branch_from}. Choose another run_name"
+            )
+        if differing := _differences(own, config, tokens):
+            raise ValueError(
+                f"run_name: {config.run_path} is from another recipe or other tokens: "
+                f"{'; '.join(differing.values())}. Choose another run_name, or undo the change."
+            )
+        return branch
+    if not config.branch_from:
+        return None
+    saved = checkpoints.about("branch_from", config.branch_from)
+    differing = _differences(saved, config, tokens)
+    fixed = [*SHAPE, "batch_size", "init_from", *(f"{x}.bin" for x in tokens)]
+    if refused := [differing[key] for key in fixed if key in differing]:
+        raise ValueError(
+            f"branch_from: a branch of {config.branch_from} can't differ in these: "
+            f"{'; '.join(refused)}. Undo the change, or start with its weights, by init_from"
+        )
+    return {"from": config.branch_from, "differs": [*differing.values()]}
+
+
+def _differences(saved: Mapping, config: TrainingConfig, tokens: Mapping) -> dict:
+    """By key, in words, how a recipe and its tokens differ from those of a checkpoint."""
     was = {field.name: field.default for field in dataclasses.fields(RecipeConfig)}
     was |= {key: value for key, value in saved["config"].items() if key in was}
-    now = TrainingConfig(**settings["config"]).recipe
-    for recipe, about in ((was, saved), (now, settings)):
-        recipe |= {f"{split}.bin": x for split, x in (about["tokens"] or {}).items()}
-    differing = [
-        f"{key} was {was.get(key)!r}, is {now.get(key)!r}"
+    was |= {f"{split}.bin": x for split, x in (saved["tokens"] or {}).items()}
+    now = config.recipe | {f"{split}.bin": x for split, x in tokens.items()}
+    return {
+        key: f"{key} was {was.get(key)!r}, is {now.get(key)!r}"
         for key in was | now
         if was.get(key) != now.get(key)
-    ]
-    if differing:
-        raise ValueError(
-            f"run_name: {path} is from another recipe or other tokens: "
-            f"{'; '.join(differing)}. Choose another run_name, or undo the change."
-        )
+    }
 
 
 def wait_for_workers(config: TrainingConfig) -> None:

@@ -4,6 +4,7 @@ A checkpoint is one tar file of each worker, and whole if it has the files of al
 number is in its name.
 """
 
+import json
 import os
 import re
 import secrets
@@ -11,7 +12,7 @@ import shutil
 import tarfile
 import tempfile
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray.train
@@ -23,6 +24,36 @@ from ray.train import Checkpoint, collective
 NAME = re.compile(r"step_\d{8}_(\d+)_[0-9a-f]{8}")  # step, workers, save
 
 
+def about(folder: epath.PathLike) -> dict | None:
+    """What was saved beside the arrays of the run's newest whole checkpoint, if there is one.
+
+    It is in a file that comes first in a tar file.
+    """
+    files, root = _open(folder)
+    name, _ = _find(files, root)
+    if not name:
+        return None
+    with (
+        files.open_input_stream(f"{root}/{name}/0.tar") as stream,
+        tarfile.open(fileobj=stream, mode="r|") as packed,
+    ):
+        for member in packed:
+            if Path(member.name).name == "_CHECKPOINT_METADATA":
+                file = packed.extractfile(member)
+                return json.load(file)["custom_metadata"]  # type: ignore[arg-type]
+    raise ValueError(f"{folder}/{name} has no _CHECKPOINT_METADATA")
+
+
+def _find(files: fs.FileSystem, root: str) -> tuple[str, set[str]]:
+    """The name of a run's newest whole checkpoint, or "", and the names of unfinished ones."""
+    selector = fs.FileSelector(root, recursive=True, allow_not_found=True)
+    found = files.get_file_info(selector)
+    tars = Counter(Path(x.path).parts[-2] for x in found if x.extension == "tar")
+    named = [match for match in map(NAME.fullmatch, tars) if match]
+    whole = {match[0] for match in named if tars[match[0]] == int(match[1])}
+    return max(whole, default=""), {match[0] for match in named} - whole
+
+
 def newest(folder: epath.PathLike) -> Path | None:
     """A copy of the run's newest whole checkpoint, on this node; None if there is none.
 
@@ -32,20 +63,14 @@ def newest(folder: epath.PathLike) -> Path | None:
     context = ray.train.get_context()
     shutil.rmtree(_staging(folder), ignore_errors=True)  # of a worker that was killed
     files, root = _open(folder)
-    name = None
+    name = ""
     if context.get_world_rank() == 0:
-        found = files.get_file_info(
-            fs.FileSelector(root, recursive=True, allow_not_found=True)
-        )
-        tars = Counter(Path(x.path).parts[-2] for x in found if x.extension == "tar")
-        named = [match for match in map(NAME.fullmatch, tars) if match]
-        whole = {match[0] for match in named if tars[match[0]] == int(match[1])}
-        name = max(whole, default=None)
-        for other in {match[0] for match in named} - whole:
-            if name and other[:13] < name[:13]:  # an earlier step's
+        name, others = _find(files, root)
+        for other in others:
+            if other[:13] < name[:13]:  # an earlier step's
                 files.delete_dir(f"{root}/{other}")
     name = collective.broadcast_from_rank_zero(name)
-    if name is None:
+    if not name:
         return None
     copy = _copy(folder)
     if context.get_local_rank() == 0:
@@ -55,8 +80,13 @@ def newest(folder: epath.PathLike) -> Path | None:
     return copy / name
 
 
-def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=None):
-    """Start to save the arrays, on all workers; Ray records them once they are uploaded."""
+def save(
+    folder: epath.PathLike, arrays: dict, step: int, metrics: dict | None, about=None
+):
+    """Start to save the arrays, on all workers; Ray records them once they are uploaded.
+
+    Without metrics, Ray doesn't record the checkpoint, and so never deletes it.
+    """
     context = ray.train.get_context()
     if context.get_local_rank() == 0:
         shutil.rmtree(_copy(folder), ignore_errors=True)  # restored, and of no more use
@@ -75,7 +105,7 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
 
     uploaded: Future[None] = Future()
 
-    def pack_and_upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    def pack_and_upload(checkpoint: Checkpoint | None, name: str) -> Checkpoint:
         """Ray calls this up to three times, if the connection to the bucket fails."""
         if not (local / packed).exists():
             saving.result()
@@ -91,6 +121,9 @@ def save(folder: epath.PathLike, arrays: dict, step: int, metrics: dict, about=N
         uploaded.set_result(None)
         return Checkpoint(f"{root}/{name}", files)
 
+    if metrics is None:
+        name = collective.broadcast_from_rank_zero(name)
+        return ThreadPoolExecutor(1).submit(pack_and_upload, None, name)
     ray.train.report(
         metrics,
         checkpoint=Checkpoint(local),

@@ -2,6 +2,7 @@
 
 import faulthandler
 import logging
+import os
 import socket
 import time
 
@@ -23,6 +24,8 @@ _PAUSE = 0.01  # seconds
 def start(settings: dict) -> TrainingConfig:
     """Start as one of the workers; only one launch has the run, with the same tokens on all.
 
+    It prints its rank and its host, so that the one that others wait for can be found.
+
     From here on, a worker that hangs for `stall_timeout_s` ends, and prints where. The wait for
     the run isn't counted.
 
@@ -34,12 +37,14 @@ def start(settings: dict) -> TrainingConfig:
         ValueError: this node has other tokens, or devices that can't share a batch.
     """
     config = TrainingConfig(**settings["config"])
+    context = ray.train.get_context()
+    place = f"process {os.getpid()} on {socket.gethostname()}"
+    print(f"worker {context.get_world_rank()} of {context.get_world_size()}: {place}")
     # A shared folder may be dead on the first worker, for which the others wait.
     faulthandler.dump_traceback_later(runs.PATIENCE + config.stall_timeout_s, exit=True)
     runs.lock(config)
     ray.train.collective.barrier()  # for as long as it takes, where JAX would give up
     faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True)  # see RunLog
-    context = ray.train.get_context()
     if settings["tokens"] and context.get_local_rank() == 0:  # once for each node
         found = token_files.digest(config)
         if found != settings["tokens"]:
