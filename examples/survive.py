@@ -81,14 +81,19 @@ def use_assigned_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def save(folder: Path, arrays: dict, step: int, metrics: dict, about=None):
-    """Start to save the arrays, on all workers. `about` is kept with them, as JSON."""
+def save(folder: Path, arrays: dict, step: int, metrics: dict | None, about=None):
+    """Start to save the arrays, on all workers. `about` is kept with them, as JSON.
+
+    Without metrics, Ray doesn't record the checkpoint, and so never deletes it.
+    """
     name = f"step_{step:08d}_{secrets.token_hex(4)}"
     path = folder / collective.broadcast_from_rank_zero(name)
     context = orbax.Context()
     context.atomicity.mode = orbax.options.AtomicityMode.COMMIT_FILE
     with context:
         saving = orbax.save_async(path, arrays, custom_metadata=about)
+    if metrics is None:
+        return saving
 
     def wait_until_written(checkpoint, name):
         saving.result()
@@ -199,7 +204,10 @@ def fit(trainer: JaxTrainer) -> ray.train.Result:
     path = f"{trainer.run_config.storage_path}/{trainer.run_config.name}/launch.lock"
     assert ("s3://" in path) == save.__module__.endswith("s3"), f"wrong save: {path}"
     with nullcontext() if "://" in path else FileLock(path, timeout=150):
-        return trainer.fit()
+        result = trainer.fit()
+    if (diverged := Path(path).with_name("diverged.txt")).exists():
+        raise FloatingPointError(diverged.read_text())
+    return result
 
 
 if __name__ == "__main__":

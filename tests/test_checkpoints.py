@@ -460,7 +460,7 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     for create, words in (
         (
             lambda c: create_model(replace(c, n_layer=2)),
-            "only in the model: .'model.h.1.",
+            "only here: .'model.h.1.",
         ),
         (without_bias, "only in the checkpoint: .'model.h.0.mlp.c_fc.bias'"),
         (
@@ -468,8 +468,25 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
             r"model.wte.embedding \(640, 32\), here \(768, 32\)",
         ),
     ):
-        with pytest.raises(ValueError, match=f"another model .*step_00000001.*{words}"):
+        with pytest.raises(ValueError, match=f"other arrays .*step_00000001.*{words}"):
             checkpoints.load_model(checkpoint, create, tutorial.named)
+
+    # A launch of it, too, and one with another optimizer, before workers start.
+    parts = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
+    shapes = partial(launch.check_sharding, config, 1, *parts)
+    checkpoints.check_start(config, shapes())
+    monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
+    with pytest.raises(ValueError, match="step_0.*only in the checkpoint: .'opt_state"):
+        checkpoints.check_start(config, shapes())
+    new = replace(config, run_name="new")
+    checkpoints.check_start(new, shapes())
+    branch = replace(new, branch_from=str(whole(config)[0]))
+    with pytest.raises(ValueError, match="only in the checkpoint: .'opt_state"):
+        checkpoints.check_start(branch, shapes())
+    monkeypatch.setattr(tutorial, "create_model", without_bias)
+    weights = replace(new, init_from=branch.branch_from)
+    with pytest.raises(ValueError, match="only in the checkpoint: .'model.h.0.mlp"):
+        checkpoints.check_start(weights, shapes())
 
 
 def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutorial):

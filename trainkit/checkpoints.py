@@ -133,22 +133,39 @@ def _load(folder, model, named, sharding_of, context) -> nnx.Module:
         f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
         for name, x in named(model).items()
     }
-    saved = orbax.metadata(folder).metadata
-    _compare(folder, {name: x.shape for name, x in saved.items()}, abstract)
+    _compare(folder, {name: x.shape for name, x in abstract.items()}, "model.")
     context.pytree.loading.partial_load = True
     with context:
         arrays = orbax.load(folder, abstract)
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
 
 
-def _compare(folder: str, saved: dict[str, tuple], model: dict) -> None:
-    """Refuse a model that would take a part of a checkpoint's weights."""
-    saved = {name: x for name, x in saved.items() if name.startswith("model.")}
-    here = {name: x.shape for name, x in model.items()}
+def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a state that a run's start can't take from its checkpoint as a whole.
+
+    Args:
+        shapes: those of the state's arrays, by name.
+
+    Raises:
+        ValueError: which arrays only the checkpoint has, or only the state.
+    """
+    if config.storage_path.startswith("s3://"):
+        return
+    if path := newest(config.run_path) or config.branch_from:
+        _compare(str(path), shapes)
+    elif config.init_from and is_one(config.init_from):
+        weights = {name: x for name, x in shapes.items() if name.startswith("model.")}
+        _compare(config.init_from, weights, "model.")
+
+
+def _compare(folder: str, here: dict[str, tuple], part: str = "") -> None:
+    """Refuse arrays that would take only some of those in a checkpoint that begin so."""
+    stored = orbax.metadata(folder).metadata
+    saved = {name: x.shape for name, x in stored.items() if name.startswith(part)}
     if saved != here:
         differ = {
             "only in the checkpoint": sorted(saved.keys() - here.keys()),
-            "only in the model": sorted(here.keys() - saved.keys()),
+            "only here": sorted(here.keys() - saved.keys()),
             "of another shape": [
                 f"{name} {saved[name]}, here {here[name]}"
                 for name in sorted(saved.keys() & here.keys())
@@ -156,6 +173,6 @@ def _compare(folder: str, saved: dict[str, tuple], model: dict) -> None:
             ],
         }
         raise ValueError(
-            f"create_model: it makes another model than that of {folder}: "
+            f"create_state, create_model: they make other arrays than {folder} has: "
             + "; ".join(f"{what}: {names}" for what, names in differ.items() if names)
         )

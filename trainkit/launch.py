@@ -48,7 +48,8 @@ def check(
     for number in devices:
         config.layout(number)
     for number in devices:
-        check_sharding(config, number, create_state, abstract_state, loss_fn)
+        shapes = check_sharding(config, number, create_state, abstract_state, loss_fn)
+    checkpoints.check_start(config, shapes)
     _compare_with_cluster(scaling)
     runs.wait_for_workers(config)
 
@@ -111,8 +112,11 @@ def check_sharding(
     create_state: Callable,
     abstract_state: Callable,
     loss_fn: Callable,
-) -> None:
+) -> dict[str, tuple[int, ...]]:
     """Refuse what would fail on so many devices, without one of them.
+
+    Returns:
+        the shapes of the state's arrays by name.
 
     Raises:
         ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, a
@@ -146,30 +150,36 @@ def check_sharding(
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(lambda: check_parameters(create_state(traced).model))
             state = abstract_state(traced, mesh)
-            _check_shards(state, mesh)
+            shapes = _check_shards(state, mesh)
             jax.eval_shape(loss, state.model, windows)
             if config.init_from and not checkpoints.is_one(config.init_from):
                 huggingface.check(config, state.model)
+        return shapes
 
     with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
-        pool.submit(trace).result()
+        shapes = pool.submit(trace).result()
     if unread := traced.model.keys() - traced.model.read:  # type: ignore[attr-defined]
         raise ValueError(
             f"model: neither the model nor its loss has read {', '.join(sorted(unread))}"
         )
+    return shapes
 
 
-def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> None:
+def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> dict[str, tuple[int, ...]]:
+    shapes = {}
     for path, x in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = name.removesuffix(".value")
+        shapes[name] = x.shape
         try:
             x.sharding.shard_shape(x.shape)
         except ValueError as error:
             raise ValueError(
-                f"RULES: {name.removesuffix('.value')} of shape {x.shape} can't be sharded by "
+                f"RULES: {name} of shape {x.shape} can't be sharded by "
                 f"{x.sharding.spec} on a mesh of {' x '.join(map(str, mesh.axis_sizes))}: "
                 f"{error}"
             ) from None
+    return shapes
 
 
 def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
