@@ -6,6 +6,7 @@ is registered for the same treatment.
 
 import ast
 import linecache
+import os
 import sys
 import types
 from pathlib import Path
@@ -14,7 +15,7 @@ import nbformat
 import ray
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = ROOT / "README.ipynb"
+NOTEBOOK = ROOT / os.environ.get("NOTEBOOK", "README.ipynb")
 GIVEN = {"storage": Path("storage").resolve(), "variables": {}}  # which cells choose
 
 

@@ -160,10 +160,13 @@ class Llama(nnx.Module):
             "head_dim": own["head_dim"],
             "intermediate_size": own["intermediate_size"],
             "hidden_act": "silu",
+            "attention_bias": False,
             "rms_norm_eps": own["rms_norm_eps"],
             "rope_parameters": rope | {"rope_theta": own["rope_theta"]},
             "tie_word_embeddings": own["tie_word_embeddings"],
         }
+        if own["qk_norm"]:
+            arguments["use_sliding_window"] = False
         return arguments, tensors
 
 

@@ -483,9 +483,10 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     branch = replace(new, branch_from=str(whole(config)[0]))
     with pytest.raises(ValueError, match="only in the checkpoint: .'opt_state"):
         checkpoints.check_start(branch, shapes())
-    monkeypatch.setattr(tutorial, "create_model", without_bias)
+    deeper = lambda c: create_model(replace(c, n_layer=2))  # noqa: E731
+    monkeypatch.setattr(tutorial, "create_model", deeper)
     weights = replace(new, init_from=branch.branch_from)
-    with pytest.raises(ValueError, match="only in the checkpoint: .'model.h.0.mlp"):
+    with pytest.raises(ValueError, match="only here: .'model.h.1."):
         checkpoints.check_start(weights, shapes())
 
 
@@ -505,7 +506,7 @@ def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutoria
     trained = tutorial.named(restore().model)
     for name, x in tutorial.named(state.model).items():
         np.testing.assert_array_equal(x, trained[name])
-    with pytest.raises(ValueError, match="another model than .*step_00000011"):
+    with pytest.raises(ValueError, match="other arrays than .*step_00000011"):
         restore(**changes, n_embd=64)
     for text, words in (
         ("tokenizer: gpt2", "init_from: .*was trained with the tokenizer"),
@@ -514,9 +515,17 @@ def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutoria
         file.write_text(f"init_from: {path}\n{text}")
         with pytest.raises(ValueError, match=words):
             config_files.load_config(file, tmp_path)
-    (path / "commit_success.txt").unlink()
+    own = replace(config, **changes, tokenizer="builtin", max_steps=1)
+    play(own)
+    with pytest.raises(ValueError, match="another recipe.*: seed was 1337, is 2"):
+        play(replace(own, max_steps=2, seed=2))
+    shutil.rmtree(path)
+    file.write_text(f"init_from: {path}\ntokenizer: builtin")
     with pytest.raises(ValueError, match="init_from: expected a whole checkpoint"):
         config_files.load_config(file, tmp_path)
+    # A run that has checkpoints of its own goes on.
+    same = {"run_name": "more", "storage_path": own.storage_path}
+    assert config_files.load_config(file, tmp_path, **same).n_layer == 1
 
 
 @pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])

@@ -1,6 +1,10 @@
 """What follows from a configuration."""
 
 import os
+import pickle
+from datetime import date
+
+import pytest
 
 from trainkit.config import TrainingConfig
 
@@ -33,6 +37,16 @@ def test_tokens_take_two_bytes_if_all_ids_fit():
     """The largest of 65,536 is 65,535."""
     types = [TrainingConfig(vocab_size=2**16 + more).token_dtype for more in (0, 1)]
     assert types == ["uint16", "uint32"]
+
+
+@pytest.mark.parametrize("model", [{1: 2}, {"t": (1, 2)}, {"day": date(2026, 1, 1)}])
+def test_keys_of_ones_own_are_json(model):
+    """As a checkpoint gives them back, which is compared."""
+    with pytest.raises(ValueError, match="model\n.*expected texts as keys"):
+        TrainingConfig(model=model)
+    config = TrainingConfig(model={"a": [1, {"b": None}]})
+    assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
+    assert {**config.model} == config.model and config.model.read == {"a"}
 
 
 def test_when_a_checkpoint_follows():

@@ -34,6 +34,13 @@ def newest(folder: epath.Path) -> epath.Path | None:
     return max(whole, key=lambda path: path.name, default=None)
 
 
+def start_of(config: TrainingConfig) -> epath.PathLike | None:
+    """The checkpoint that a run starts with. None if it is new, and in s3://."""
+    if config.run_name is None or config.storage_path.startswith("s3://"):
+        return None
+    return newest(config.run_path) or config.branch_from
+
+
 def about(key: str, folder: str) -> dict:
     """What was saved beside the arrays: what `launch.settings` gave the run.
 
@@ -149,9 +156,7 @@ def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> N
     Raises:
         ValueError: which arrays only the checkpoint has, or only the state.
     """
-    if config.storage_path.startswith("s3://"):
-        return
-    if path := newest(config.run_path) or config.branch_from:
+    if path := start_of(config):
         _compare(str(path), shapes)
     elif config.init_from and is_one(config.init_from):
         weights = {name: x for name, x in shapes.items() if name.startswith("model.")}

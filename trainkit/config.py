@@ -16,16 +16,19 @@ from pydantic.dataclasses import dataclass
 
 from trainkit import paths
 
+_READ: dict[str, set[str]] = {}  # the keys that were read, of each mapping as JSON
+
 
 class _Frozen(dict):
-    """A mapping that stays as it is, so that a configuration is a static argument of jit.
+    """A mapping that nobody changes, so that a configuration is a static argument of jit.
 
-    It knows which of its keys were read, for `launch.check`.
+    It knows which of its keys were read, for `launch.check`, or those of an equal one were:
+    what JAX has traced, it doesn't trace again.
     """
 
     def __init__(self, values=()):
         super().__init__(values)
-        self.read: set[str] = set()
+        self.read = _READ.setdefault(json.dumps(self, sort_keys=True), set())
 
     def __getitem__(self, key):
         self.read.add(key)
@@ -56,6 +59,19 @@ def _freeze_scaling(scaling: dict) -> _Frozen:
     number = scaling.get("num_workers")
     is_range = {"num_workers": tuple(number)} if isinstance(number, list) else {}
     return _Frozen(scaling | is_range)
+
+
+def _freeze_model(model: dict) -> _Frozen:
+    """As a checkpoint keeps it, which is JSON."""
+    try:
+        same = json.loads(json.dumps(model, allow_nan=False)) == model
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(
+            f"expected texts as keys, and values of JSON, such as lists, found {model!r}"
+        )
+    return _Frozen(model)
 
 
 def _without_s3(place: str) -> str:
@@ -93,7 +109,9 @@ class RecipeConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
     # A Hugging Face model, or a checkpoint of a run, which brings weights and the shape.
     init_from: PathOrName | None = None
-    model: Annotated[dict, AfterValidator(_Frozen)] = _Frozen()  # keys of your own
+    model: Annotated[dict, AfterValidator(_freeze_model)] = (
+        _Frozen()
+    )  # keys of your own
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: PositiveFloat = 6e-4  # the highest; it falls to a tenth

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from etils import epath
 from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 from trainkit import checkpoints, huggingface, paths, tokenizers
-from trainkit.config import RecipeConfig, TrainingConfig
+from trainkit.config import SHAPE, RecipeConfig, TrainingConfig
 
 
 def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig:
@@ -43,18 +44,6 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
         dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
         if not values.keys() & {"init_from", "vocab_size"}:
             values["vocab_size"] = tokenizers.load(tokenizer).n_vocab
-    if values.get("init_from"):
-        name = paths.path_or_name(values["init_from"])
-        is_run = checkpoints.is_one(name)
-        find_shape = checkpoints.shape if is_run else huggingface.published_shape
-        shape = find_shape(name, tokenizer)
-        for key in shape.keys() & values.keys():
-            if values[key] != shape[key]:
-                raise ValueError(
-                    f"{path}: {key} is {values[key]}, and init_from, {name}, has "
-                    f"{shape[key]}. Leave {key} out"
-                )
-        values |= shape
     places: dict[str, Any] = {
         "data_dir": f"{root}/data/{dataset}",
         "storage_path": f"{root}/runs",
@@ -63,6 +52,18 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     if in_kernel and "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # Ray's, in a job
         now = f"{datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond
         places["run_name"] = f"{Path(path).stem}-{now}"
+    if values.get("init_from"):
+        name = paths.path_or_name(values["init_from"])
+        is_run = checkpoints.is_one(name)
+        find_shape = checkpoints.shape if is_run else huggingface.published_shape
+        shape = _shape_of_run(name, places | values) or find_shape(name, tokenizer)
+        for key in shape.keys() & values.keys():
+            if values[key] != shape[key]:
+                raise ValueError(
+                    f"{path}: {key} is {values[key]}, and init_from, {name}, has "
+                    f"{shape[key]}. Leave {key} out"
+                )
+        values |= shape
     try:
         config = TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:
@@ -72,3 +73,15 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     except Exception as error:  # Ray's, of several kinds
         raise ValueError(f"{path}: scaling {config.scaling}: {error}") from None
     return config
+
+
+def _shape_of_run(init_from: str, values: dict) -> dict[str, Any]:
+    """That of the run's own checkpoints, which don't need what they started from."""
+    storage = paths.absolute(values["storage_path"])
+    if storage.startswith("s3://") or not values.get("run_name"):
+        return {}
+    path = checkpoints.newest(epath.Path(storage) / values["run_name"])
+    saved = checkpoints.about("run_name", str(path))["config"] if path else {}
+    if saved.get("init_from") != init_from:
+        return {}
+    return {key: saved[key] for key in SHAPE if key in saved}

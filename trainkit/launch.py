@@ -146,13 +146,15 @@ def check_sharding(
         more = () if keys is None else (keys[: len(windows)],)
         return loss_fn(model, windows, traced, *more)
 
+    is_published = config.init_from and not checkpoints.is_one(config.init_from)
+
     def trace():
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(lambda: check_parameters(create_state(traced).model))
             state = abstract_state(traced, mesh)
             shapes = _check_shards(state, mesh)
             jax.eval_shape(loss, state.model, windows)
-            if config.init_from and not checkpoints.is_one(config.init_from):
+            if is_published and not checkpoints.start_of(config):
                 huggingface.check(config, state.model)
         return shapes
 

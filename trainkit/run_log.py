@@ -131,8 +131,8 @@ class RunLog:
                 return None
         tokens = self._config.batch_size * self._config.block_size
         line = {"step": step, "tokens": step * tokens, **recent[step]}
-        losses = [values["loss"] for values in recent.values()]
-        line["mean_loss"] = sum(losses) / len(losses)
+        if losses := [values["loss"] for values in recent.values() if "loss" in values]:
+            line["mean_loss"] = sum(losses) / len(losses)
         if "val_loss" in line and "bytes_per_token" in self._val:
             nats_per_byte = line["val_loss"] / self._val["bytes_per_token"]
             line["val_bits_per_byte"] = nats_per_byte / math.log(2)
@@ -252,8 +252,9 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     looked_up = [name for name in names if name.endswith(".embedding")]
     names = [name for name in names if name not in looked_up]
     V = config.padded_vocab_size
-    if not any(V in arrays[name].shape for name in names):  # no other output layer
-        names += [name for name in looked_up if V in arrays[name].shape]
+    of_no_layer = (arrays[name] for name in names if not re.search(r"\.\d+\.", name))
+    if not any(x.ndim > 1 and x.shape[-1] == V for x in of_no_layer):  # an output layer
+        names += [name for name in looked_up if arrays[name].shape[0] == V]
     size = config.model.get("head_dim", config.n_embd / config.n_head)
     attention = int(12 * config.n_layer * config.n_head * size * config.block_size)
     return 6 * sum(arrays[name].size for name in names) + attention

@@ -60,6 +60,10 @@ def check_folder(config: TrainingConfig) -> None:
             f"{'other storage' if is_s3 else 's3://'}, which can't be read here. Continue the "
             "run where it was, or choose another run_name."
         )
+    _refuse_diverged(config)
+
+
+def _refuse_diverged(config: TrainingConfig) -> None:
     if (note := config.run_path / _DIVERGED).exists():
         raise FloatingPointError(note.read_text())
 
@@ -119,6 +123,12 @@ def compare(config: TrainingConfig, tokens: Mapping) -> dict | None:
             f"branch_from: a branch of {config.branch_from} can't differ in these: "
             f"{'; '.join(refused)}. Undo the change, or start with its weights, by init_from"
         )
+    step = re.match(r"step_(\d{8})", os.path.basename(config.branch_from))
+    if step and int(step[1]) >= config.max_steps:
+        raise ValueError(
+            f"branch_from: {config.branch_from} is of step {int(step[1]):,}: expected less "
+            f"than max_steps, {config.max_steps:,}"
+        )
     return {"from": config.branch_from, "differs": [*differing.values()]}
 
 
@@ -139,10 +149,12 @@ def wait_for_workers(config: TrainingConfig) -> None:
     """Wait until no worker of an earlier launch has the run: they may outlive their driver.
 
     Raises:
+        FloatingPointError: the run has diverged, and nobody said to go on.
         RuntimeError: one has it for longer than the file system keeps a dead node's lock.
     """
     if not paths.is_object_store(config.run_path) and config.run_path.exists():
         _acquire(config).release()
+    _refuse_diverged(config)  # they may have left the note just now
 
 
 def lock(config: TrainingConfig) -> None:

@@ -4,6 +4,7 @@ A checkpoint is one tar file of each worker, and whole if it has the files of al
 number is in its name.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -121,9 +122,15 @@ def save(
         uploaded.set_result(None)
         return Checkpoint(f"{root}/{name}", files)
 
+    def try_three_times(name: str) -> Checkpoint:
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                return pack_and_upload(None, name)
+        return pack_and_upload(None, name)
+
     if metrics is None:
         name = collective.broadcast_from_rank_zero(name)
-        return ThreadPoolExecutor(1).submit(pack_and_upload, None, name)
+        return ThreadPoolExecutor(1).submit(try_three_times, name)
     ray.train.report(
         metrics,
         checkpoint=Checkpoint(local),

@@ -34,7 +34,8 @@ def start(settings: dict) -> TrainingConfig:
 
     Raises:
         RuntimeError: another launch has the run, or the workers form no JAX program.
-        ValueError: this node has other tokens, or devices that can't share a batch.
+        ValueError: this node has other tokens, the run has another recipe, or the devices
+            can't share a batch.
     """
     config = TrainingConfig(**settings["config"])
     context = ray.train.get_context()
@@ -45,6 +46,10 @@ def start(settings: dict) -> TrainingConfig:
     runs.lock(config)
     ray.train.collective.barrier()  # for as long as it takes, where JAX would give up
     faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True)  # see RunLog
+    if (
+        context.get_world_rank() == 0
+    ):  # another launch may have saved since the driver asked
+        runs.compare(config, settings["tokens"] or {})
     if settings["tokens"] and context.get_local_rank() == 0:  # once for each node
         found = token_files.digest(config)
         if found != settings["tokens"]:
