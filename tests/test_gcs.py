@@ -18,6 +18,7 @@ from accidents import (
     starts_of,
     train_loop_of,
     wait_for,
+    whole,
 )
 from conftest import cluster_with
 from places import GoogleStorage
@@ -100,6 +101,19 @@ def test_an_outage_and_another_mesh(tutorial, run, google, reference):
     assert tutorial.fit(tutorial.make_trainer(more, loop)).metrics["step"] == 40
     losses, expected = ([x["loss"] for x in log_of(c)] for c in (config, reference))
     np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+
+@pytest.mark.extra
+def test_a_branch_begins_there(tutorial, run, reference):
+    """And goes on as the run itself does, bit for bit."""
+    config = run(max_steps=8)
+    tutorial.fit(tutorial.make_trainer(config, tutorial.train_loop_per_worker))
+    (path,) = whole(config)
+    changes = {"run_name": "branch", "branch_from": str(path), "max_steps": 16}
+    branch = run(**changes)
+    tutorial.fit(tutorial.make_trainer(branch, tutorial.train_loop_per_worker))
+    losses = [(line["step"], line["loss"]) for line in log_of(branch)]
+    assert losses == [(x["step"], x["loss"]) for x in log_of(reference)[8:16]]
 
 
 class Refuse(http.server.BaseHTTPRequestHandler):
