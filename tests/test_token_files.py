@@ -1,8 +1,10 @@
 """Step 3: which token files are refused, and the order of their windows."""
 
 import dataclasses
+import os
 import pickle
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +184,8 @@ def test_files_that_were_made_anew_since_are_refused(small, write_bins):
     expected = early.read(0)
     shutil.rmtree(config.data_dir)
     write_bins(config, seed=1)
+    later = time.time() + 2
+    os.utime(f"{config.data_dir}/train.bin", (later, later))
     np.testing.assert_array_equal(early.read(0), expected)
     sent = pickle.loads(pickle.dumps(windows))
     with pytest.raises(
