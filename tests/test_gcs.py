@@ -110,7 +110,7 @@ def test_a_branch_begins_there(tutorial, run, reference):
     tutorial.fit(tutorial.make_trainer(config, tutorial.train_loop_per_worker))
     (path,) = whole(config)
     changes = {"run_name": "branch", "branch_from": str(path), "max_steps": 16}
-    branch = run(**changes)
+    branch = replace(config, **changes)
     tutorial.fit(tutorial.make_trainer(branch, tutorial.train_loop_per_worker))
     losses = [(line["step"], line["loss"]) for line in log_of(branch)]
     assert losses == [(x["step"], x["loss"]) for x in log_of(reference)[8:16]]
