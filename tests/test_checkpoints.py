@@ -475,6 +475,9 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     parts = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
     shapes = partial(launch.check_sharding, config, 1, *parts)
     checkpoints.check_start(config, shapes())
+    checkpoints.check_start(
+        replace(config, n_embd=64), {}
+    )  # runs.compare names the key
     monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
     with pytest.raises(ValueError, match="step_0.*only in the checkpoint: .'opt_state"):
         checkpoints.check_start(config, shapes())

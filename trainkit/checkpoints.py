@@ -150,6 +150,8 @@ def _load(folder, model, named, sharding_of, context) -> nnx.Module:
 def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse a state that a run's start can't take from its checkpoint as a whole.
 
+    If keys of the shape differ, `runs.compare` names them, which says more.
+
     Args:
         shapes: those of the state's arrays, by name.
 
@@ -157,7 +159,9 @@ def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> N
         ValueError: which arrays only the checkpoint has, or only the state.
     """
     if path := start_of(config):
-        _compare(str(path), shapes)
+        saved = about("branch_from, run_name", str(path))["config"]
+        if all(saved.get(x, {}) == getattr(config, x) for x in SHAPE):
+            _compare(str(path), shapes)
     elif config.init_from and is_one(config.init_from):
         weights = {name: x for name, x in shapes.items() if name.startswith("model.")}
         _compare(config.init_from, weights, "model.")
