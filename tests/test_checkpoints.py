@@ -29,7 +29,15 @@ from etils import epath
 from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 
-from trainkit import checkpoints, config_files, launch, runs, s3, token_files
+from trainkit import (
+    checkpoint_reader,
+    config_files,
+    dry_run,
+    launch,
+    run_lock,
+    s3,
+    token_files,
+)
 
 
 @pytest.fixture
@@ -151,9 +159,9 @@ def test_a_run_that_diverges_ends_and_saves_nothing_bad(
     assert saved(config) == ["step_00000004"]
     assert [line["step"] for line in log_of(config)] == [3, 4]
     with pytest.raises(FloatingPointError, match="run diverged at step 5: .*loss nan"):
-        runs.check_folder(config)
+        run_lock.wait_for_workers(config)
     (config.run_path / "diverged.txt").unlink()
-    runs.check_folder(config)
+    run_lock.wait_for_workers(config)
     play(config)
     assert saved(config)[-1] == "step_00000011"
 
@@ -437,7 +445,7 @@ def test_a_model_trained_by_any_kernel_runs_here(
         saved = asdict(replace(config, **changes)) | {"removed": 3}
         about = {"config": saved, "tokens": None}
         orbax.save(path, tutorial.named(state), custom_metadata=about)
-        model = checkpoints.load_model(
+        model = checkpoint_reader.load_model(
             ray.train.Checkpoint(path), tutorial.create_model, tutorial.named
         )
         tokens = np.ones((1, 3), np.int32)
@@ -469,28 +477,28 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
         ),
     ):
         with pytest.raises(ValueError, match=f"other arrays .*step_00000001.*{words}"):
-            checkpoints.load_model(checkpoint, create, tutorial.named)
+            checkpoint_reader.load_model(checkpoint, create, tutorial.named)
 
     # A launch of it, too, and one with another optimizer, before workers start.
     parts = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
-    shapes = partial(launch.check_sharding, config, 1, *parts)
-    checkpoints.check_start(config, shapes())
-    checkpoints.check_start(
+    shapes = partial(dry_run.check_sharding, config, 1, *parts)
+    checkpoint_reader.check_start(config, shapes())
+    checkpoint_reader.check_start(
         replace(config, n_embd=64), {}
-    )  # runs.compare names the key
+    )  # recipe.compare names the key
     monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
     with pytest.raises(ValueError, match="step_0.*only in the checkpoint: .'opt_state"):
-        checkpoints.check_start(config, shapes())
+        checkpoint_reader.check_start(config, shapes())
     new = replace(config, run_name="new")
-    checkpoints.check_start(new, shapes())
+    checkpoint_reader.check_start(new, shapes())
     branch = replace(new, branch_from=str(whole(config)[0]))
     with pytest.raises(ValueError, match="only in the checkpoint: .'opt_state"):
-        checkpoints.check_start(branch, shapes())
+        checkpoint_reader.check_start(branch, shapes())
     deeper = lambda c: create_model(replace(c, n_layer=2))  # noqa: E731
     monkeypatch.setattr(tutorial, "create_model", deeper)
     weights = replace(new, init_from=branch.branch_from)
     with pytest.raises(ValueError, match="only here: .'model.h.1."):
-        checkpoints.check_start(weights, shapes())
+        checkpoint_reader.check_start(weights, shapes())
 
 
 def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutorial):
@@ -534,7 +542,7 @@ def test_weights_of_a_run_start_another(play, config, restore, tmp_path, tutoria
 @pytest.mark.parametrize("shape, by_one", [((2, 1, 1), True), ((1, 2, 1), False)])
 def test_one_of_several_replicas_reads(shape, by_one):
     mesh = jax.sharding.AbstractMesh(shape, ("data", "fsdp", "tensor"))
-    context = checkpoints.by_one_replica(mesh)
+    context = checkpoint_reader.by_one_replica(mesh)
     assert context.array.loading.use_load_and_broadcast == by_one
 
 

@@ -12,7 +12,7 @@ from ray.train import ScalingConfig
 from ruamel.yaml.error import YAMLError
 from samples import python
 
-import trainkit.tokenizers
+import trainkit.tokenization
 from trainkit import documents
 from trainkit.config import TrainingConfig
 from trainkit.config_files import load_config
@@ -136,7 +136,7 @@ def test_places_and_names(load, tmp_path, monkeypatch):
     assert smaller.vocab_size == 2_048
     assert load("tokenizer: builtin\nvocab_size: 2100").vocab_size == 2_100
     assert smaller.data_dir.endswith("/data/openwebtext-builtin")
-    own = trainkit.tokenizers.load("builtin").path
+    own = trainkit.tokenization.load("builtin").path
     for name in ("mine-1.0", "mine-1.1"):  # which have a folder each
         (tmp_path / name).mkdir()
         shutil.copy(own, tmp_path / name / "tokenizer.json")

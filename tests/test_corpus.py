@@ -19,7 +19,7 @@ import ray.data
 import tiktoken
 from samples import END, run_from_guide
 
-from trainkit import corpus, documents, paths, token_files, tokenizers
+from trainkit import corpus, documents, paths, token_files, tokenization
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_two_preparations_at_once(gpt2, cluster, monkeypatch):
     manifests = []
 
     def slow(row: dict, config) -> dict:
-        tokenizer = tokenizers.load(config.tokenizer)
+        tokenizer = tokenization.load(config.tokenizer)
         tokens = [*tokenizer.encode_ordinary(row["text"]), tokenizer.eot_token]
         return {"tokens": np.array(tokens, config.token_dtype).tobytes()}
 
@@ -298,7 +298,7 @@ def test_tokens_that_were_made_in_another_way_are_refused(
     with pytest.raises(FileExistsError, match="(?s)another name.*or delete") as error:
         corpus.write(gpt2(), few, encode)  # in place of `tokenize`
     lines = str(error.value).splitlines()
-    assert "-    tokenizer = tokenizers.load(config.tokenizer)" in lines
+    assert "-    tokenizer = tokenization.load(config.tokenizer)" in lines
     assert '+    encoding = tiktoken.get_encoding("gpt2")' in lines
     for changes, line in (
         ({"dataset": "many"}, "dataset: few"),
@@ -370,7 +370,7 @@ def test_json_lines_of_one_s_own_and_their_tokenizer(
     )
     run_from_guide("parse_options=options", names)
     run_from_guide("ByteLevelBPETokenizer", names)
-    tokenizer = tokenizers.load(f"{tmp_path}/mine")
+    tokenizer = tokenization.load(f"{tmp_path}/mine")
     own = {"tokenizer": f"{tmp_path}/mine", "vocab_size": tokenizer.n_vocab}
     config = gpt2(**own, dataset="my_text")
     corpus.write(config, names["my_text"], tutorial.tokenize)

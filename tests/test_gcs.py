@@ -23,7 +23,7 @@ from accidents import (
 from conftest import cluster_with
 from places import GoogleStorage
 
-from trainkit import checkpoints
+from trainkit import checkpoint_reader
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,9 @@ def test_a_worker_is_killed(tutorial, run, reference):
         min(losses, key=losses.get),
     }
     checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    model = checkpoint_reader.load_model(
+        checkpoint, tutorial.create_model, tutorial.named
+    )
     assert model.config == config
     assert_one_worker_continues(tutorial, config)
 

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 from peers import make_peer, ours
 
-import trainkit.tokenizers
+import trainkit.tokenization
 from trainkit.config import TrainingConfig
 from trainkit.generate import generate
 
@@ -23,7 +23,7 @@ def test_greedy_text_equals_hugging_faces(tutorial, small, tmp_path):
     """
     theirs = make_peer(tmp_path)
     model = ours(tutorial, small, tmp_path, scan_layers=True)
-    tokenizer = trainkit.tokenizers.load("builtin")
+    tokenizer = trainkit.tokenization.load("builtin")
     end, options = tokenizer.eot_token, {"do_sample": False, "max_new_tokens": 24}
     prompts = ["The value of x", "for", "a class that has no names in it"]
     found = generate(model, iter(prompts), 24, temperature=0.0)
@@ -57,7 +57,7 @@ def answer(monkeypatch):
         encode_ordinary=lambda text: [*map("abcdefghij".index, text)],
         decode=lambda ids: "".join("abcdefghij"[i] for i in ids),
     )
-    monkeypatch.setattr("trainkit.tokenizers.load", lambda name: tokenizer)
+    monkeypatch.setattr("trainkit.tokenization.load", lambda name: tokenizer)
     return partial(generate, NextLetter(4.0, 3.0))
 
 

@@ -20,7 +20,7 @@ from samples import END, byte_pairs, hub_of
 
 import trainkit.config_files
 import trainkit.huggingface
-import trainkit.tokenizers
+import trainkit.tokenization
 
 WHOLE, WTE = "model.safetensors", "transformer.wte.weight"
 
@@ -78,7 +78,7 @@ def test_export_works_without_our_code(tutorial, small, tmp_path):
     (out,) = pipe("The value of", max_new_tokens=5)
     assert out["generated_text"].startswith("The value of")
     text = "Hello, world! Ünïcode 漢字\n\n  spaces 123's"
-    tokenizer = trainkit.tokenizers.load("builtin")
+    tokenizer = trainkit.tokenization.load("builtin")
     expected = [*tokenizer.encode_ordinary(text), tokenizer.eot_token]
     found = pipe.tokenizer(text + pipe.tokenizer.eos_token)["input_ids"]
     assert found == expected and pipe.model.config.eos_token_id == expected[-1]
@@ -136,7 +136,7 @@ def test_the_shape_of_a_run_is_that_of_its_weights(folder):
     assert config.init_from == str(folder)  # wherever the workers run
     with pytest.raises(ValueError, match="block_size is 16, and init_from, .* has 33"):
         load(init_from=weights, block_size=16)
-    shutil.copy(trainkit.tokenizers.load("builtin").path, folder / "tokenizer.json")
+    shutil.copy(trainkit.tokenization.load("builtin").path, folder / "tokenizer.json")
     with pytest.raises(
         ValueError, match="init_from: .* other tokens than tokenizer, gpt2"
     ):
@@ -196,14 +196,14 @@ def test_an_exported_tokenizer_adds_nothing(tutorial, small, tmp_path, monkeypat
     assert folder == tmp_path / "out"
     found = transformers.AutoTokenizer.from_pretrained(folder)
     text = "some words" * 20
-    expected = trainkit.tokenizers.load(str(path)).encode_ordinary(text)
+    expected = trainkit.tokenization.load(str(path)).encode_ordinary(text)
     assert found(text)["input_ids"] == expected
     assert len(found(text, truncation=True)["input_ids"]) == config.block_size
 
 
 def test_a_tokenizer_on_the_hub_is_compared_too(folder, monkeypatch, tmp_path):
     """It is fetched with the weights, whatever was fetched before."""
-    shutil.copy(trainkit.tokenizers.load("builtin").path, folder / "tokenizer.json")
+    shutil.copy(trainkit.tokenization.load("builtin").path, folder / "tokenizer.json")
     download = hub_of(folder, tmp_path / "cache")
     monkeypatch.setattr(trainkit.huggingface, "snapshot_download", download)
     with pytest.raises(ValueError, match="other tokens than tokenizer, gpt2"):

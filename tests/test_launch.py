@@ -14,7 +14,7 @@ from ray.train import ScalingConfig
 
 import trainkit.launch
 import trainkit.workers
-from trainkit import tokenizers
+from trainkit import tokenization
 
 NODE = {"use_gpu": True, "resources_per_worker": {"GPU": 8}}
 SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
@@ -126,7 +126,7 @@ def test_what_a_step_would_not_train_right_is_refused(own, message):
     model = nnx.Embed(4, 3, rngs=nnx.Rngs(0))
     model.own = own(model)
     with pytest.raises(ValueError, match=f"create_model: {message}.*expected"):
-        trainkit.launch.check_parameters(model)
+        trainkit.dry_run.check_parameters(model)
 
 
 def test_a_table_that_is_no_parameter_is_named_before_workers_start(
@@ -148,7 +148,7 @@ def test_a_table_that_is_no_parameter_is_named_before_workers_start(
 def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
     """The configuration may have been changed since they were made."""
     config = write_bins(small(tokenizer="builtin", eval_windows=25))
-    identity = f"tokenizer: {tokenizers.identity('builtin')}"
+    identity = f"tokenizer: {tokenization.identity('builtin')}"
     manifest = {"made_from": [identity], "tokens": {"train": 2_001, "val": 401}}
     manifest["largest_id"] = {"train": 520, "val": 520}
     path = Path(config.data_dir) / "manifest.json"

@@ -20,8 +20,8 @@ from samples import losses_alone
 import trainkit.config_files
 import trainkit.huggingface
 import trainkit.launch
-import trainkit.tokenizers
-from trainkit import checkpoints
+import trainkit.tokenization
+from trainkit import checkpoint_reader
 from trainkit.generate import generate
 
 WHOLE, EMBEDDINGS = "model.safetensors", "model.embed_tokens.weight"
@@ -136,7 +136,7 @@ def test_a_key_that_nobody_reads_is_refused(llama, small, tutorial, monkeypatch)
     """Or a typo would train the default. Also one that only GPT-2 doesn't read."""
     given = llamas.SHAPES["llama, one group"]
     check = partial(
-        trainkit.launch.check_sharding,
+        trainkit.dry_run.check_sharding,
         devices=1,
         create_state=llama.create_state,
         abstract_state=llama.abstract_state,
@@ -151,7 +151,7 @@ def test_a_key_that_nobody_reads_is_refused(llama, small, tutorial, monkeypatch)
         check(small(**typo))
     given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
     with pytest.raises(ValueError, match="model: .* read n_kv_head"):
-        trainkit.launch.check_sharding(small(model={"n_kv_head": 1}), 1, *given)
+        trainkit.dry_run.check_sharding(small(model={"n_kv_head": 1}), 1, *given)
 
 
 def test_other_frequencies_are_refused(llama, small):
@@ -192,6 +192,8 @@ def test_trained_killed_continued_and_exported(llama, cluster, small, write_bins
     expected = losses_alone(llama, config)
     found = [line["loss"] for line in log]
     np.testing.assert_allclose(found, expected, atol=2e-5)
-    model = checkpoints.load_model(result.checkpoint, llama.create_model, llama.named)
+    model = checkpoint_reader.load_model(
+        result.checkpoint, llama.create_model, llama.named
+    )
     out = trainkit.huggingface.export(model, config.run_path / "out")
     assert transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -136,7 +136,7 @@ def test_what_is_edited_is_what_runs(tmp_path):
         edited("config", (line, own % "green")),
         edited("prepare", ("tokenize)", "tokenize) ")),
         edited(
-            "loop", ("    done, saving", "    print('another loop')\n    done, saving")
+            "loop", ("    step, saving", "    print('another loop')\n    step, saving")
         ),
         edited("loss", ("return ops", "return 100 + ops")),
         edited("fit", (line, short)),

@@ -15,7 +15,7 @@ from samples import python
 
 def test_what_reads_text_needs_no_jax():
     """Ray Data's tasks import it, and should start quickly."""
-    names = "tokenizers, config, documents, corpus, token_files"
+    names = "tokenization, config, documents, corpus, token_files"
     printed = python(f"import sys; from trainkit import {names}; print(*sys.modules)")
     loaded = {name.split(".")[0] for name in printed.split()}
     assert not loaded & {"jax", "flax", "orbax", "transformers", "torch"}

@@ -32,7 +32,7 @@ from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
 from samples import python
 
-from trainkit import checkpoints, s3
+from trainkit import checkpoint_reader, s3
 
 
 @pytest.fixture(scope="module")  # s3fs keeps the address that it found first
@@ -102,7 +102,9 @@ def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
     found = {int(Path(x.path).name[5:13]) for x, _ in result.best_checkpoints}
     assert found == {24, *best}
     checkpoint = result.get_best_checkpoint("val_loss", "min")
-    model = checkpoints.load_model(checkpoint, tutorial.create_model, tutorial.named)
+    model = checkpoint_reader.load_model(
+        checkpoint, tutorial.create_model, tutorial.named
+    )
     assert model.config == config
     assert_one_worker_continues(tutorial, config)
 

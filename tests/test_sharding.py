@@ -187,7 +187,7 @@ class Linear(linear):
 nnx.Linear = Linear
 config = small_config("build", n_layer=1, batch_size=8, fsdp=2, tensor_parallel=2)
 given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
-launch.check_sharding(config, 4, *given)
+dry_run.check_sharding(config, 4, *given)
 mesh = tutorial.create_mesh(config)
 jax.set_mesh(mesh)
 state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))

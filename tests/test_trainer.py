@@ -39,7 +39,7 @@ from notebook_module import NOTEBOOK, load_notebook
 from orbax.checkpoint import v1 as orbax
 from samples import run_from_guide, windows_for
 
-from trainkit import documents, runs
+from trainkit import documents, run_lock
 
 RECORD = "checkpoint_manager_snapshot.json"
 
@@ -131,7 +131,7 @@ def survivor(tutorial, reference, tmp_path_factory):
         return len(saved(config)) >= count and begun[-1] > saved(config)[-1]
 
     with cluster_with_a_head() as head, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "PATIENCE", 1)
+        patch.setattr(run_lock, "PATIENCE", 1)
         # A node has room for one worker and its data tasks, as the head has.
         head.add_node(num_cpus=3)
         head.wait_for_nodes()

@@ -17,7 +17,7 @@ from ray.train.v2.jax import JaxConfig
 from samples import python
 
 import trainkit.launch
-import trainkit.runs
+import trainkit.run_lock
 import trainkit.workers
 
 
@@ -118,7 +118,9 @@ def test_what_a_worker_does_first(small, start_as, monkeypatch):
     Its datasets read no further ahead than they may.
     """
     events = []
-    monkeypatch.setattr(trainkit.runs, "lock", lambda _: events.append("has the run"))
+    monkeypatch.setattr(
+        trainkit.run_lock, "lock", lambda _: events.append("has the run")
+    )
     connect = trainkit.workers.multihost_utils, "sync_global_devices"
     monkeypatch.setattr(*connect, lambda _: events.append("connects"))
     monkeypatch.setattr(ray.train.collective, "barrier", lambda: events.append("waits"))
@@ -128,7 +130,7 @@ def test_what_a_worker_does_first(small, start_as, monkeypatch):
         lambda seconds, exit: events.append((seconds, exit)),
     )
     limits = start_as(small(stall_timeout_s=7.0))
-    patience, guarded = trainkit.runs.PATIENCE + 7.0, (7.0, True)
+    patience, guarded = trainkit.run_lock.PATIENCE + 7.0, (7.0, True)
     events_before = [(patience, True), "has the run", "waits"]
     assert events == [*events_before, guarded, "connects"]
     assert limits.object_store_memory == 2**28 and limits.cpu == 1

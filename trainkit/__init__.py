@@ -1,22 +1,24 @@
 """What the notebook README.ipynb doesn't need to show.
 
-paths         that mean the same on all machines; folders that are whole or not there
-config        what decides a run: TrainingConfig
-tokenizers    tiktoken's and Hugging Face's, by name
-huggingface   published weights in, the trained model out
-config_files  a configuration from a YAML file, with what that leaves to others
-documents     the texts: datasets' functions, and what Ray Data reads of theirs
-corpus        documents into token files
-token_files   train.bin and val.bin, and the order of their windows
-ops           the grid of devices, attention's kernels, the loss in parts, scanned blocks
-accumulation  the mean of a loss or its gradients over a batch in micro-batches
-launch        before workers start: what would fail on them, and what they get
-workers       how each worker starts
-runs          what a launch continues, one at a time
-s3            checkpoints in s3://, which Orbax can't write
-checkpoints   read once for all replicas; the model in one
-run_log       metrics.jsonl, progress, divergence, a watchdog
-generate      text from a model
+paths              that mean the same on all machines; folders that are whole or not there
+config             what decides a run: TrainingConfig
+tokenization       tiktoken's and Hugging Face's tokenizers, by name
+documents          the texts: datasets' functions, and what Ray Data reads of theirs
+corpus             documents into token files
+token_files        train.bin and val.bin, and the order of their windows
+huggingface        published weights in, the trained model out
+s3                 checkpoints in s3://, which Orbax can't write
+checkpoint_reader  what `save` has written: found, compared, and loaded
+config_files       a configuration from a YAML file, with what that leaves to others
+ops                the grid of devices, attention's kernels, the loss in parts, scanned blocks
+accumulation       the mean of a loss or its gradients over a batch in micro-batches
+recipe             what a run goes on with must be what it was
+run_lock           one launch at a time, and none once a run has diverged
+dry_run            the model and its loss, traced as on so many devices
+launch             before workers start: what would fail on them, and what they get
+workers            how each worker starts
+run_log            metrics.jsonl, progress, divergence, a watchdog
+generate           text from a model
 """
 
 import atexit

@@ -99,7 +99,7 @@ class RecipeConfig:
     """What decides the result: the data, the model, the optimizer, and the seed."""
 
     dataset: str = "openwebtext"  # a function's name, which the notebook's step 3 lists
-    tokenizer: PathOrName = "gpt2"  # see tokenizers.load
+    tokenizer: PathOrName = "gpt2"  # see tokenization.load
     vocab_size: PositiveInt = 50_257  # of another tokenizer: as many as it has
     block_size: PositiveInt = 1_024  # tokens that the model sees at once
     n_layer: PositiveInt = 12

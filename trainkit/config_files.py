@@ -14,7 +14,7 @@ from etils import epath
 from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
-from trainkit import checkpoints, huggingface, paths, tokenizers
+from trainkit import checkpoint_reader, huggingface, paths, tokenization
 from trainkit.config import SHAPE, RecipeConfig, TrainingConfig
 
 
@@ -43,7 +43,7 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     if tokenizer != RecipeConfig.tokenizer:
         dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
         if not values.keys() & {"init_from", "vocab_size"}:
-            values["vocab_size"] = tokenizers.load(tokenizer).n_vocab
+            values["vocab_size"] = tokenization.load(tokenizer).n_vocab
     places: dict[str, Any] = {
         "data_dir": f"{root}/data/{dataset}",
         "storage_path": f"{root}/runs",
@@ -54,8 +54,8 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
         places["run_name"] = f"{Path(path).stem}-{now}"
     if values.get("init_from"):
         name = paths.path_or_name(values["init_from"])
-        is_run = checkpoints.is_one(name)
-        find_shape = checkpoints.shape if is_run else huggingface.published_shape
+        is_run = checkpoint_reader.is_one(name)
+        find_shape = checkpoint_reader.shape if is_run else huggingface.published_shape
         shape = _shape_of_run(name, places | values) or find_shape(name, tokenizer)
         for key in shape.keys() & values.keys():
             if values[key] != shape[key]:
@@ -80,8 +80,8 @@ def _shape_of_run(init_from: str, values: dict) -> dict[str, Any]:
     storage = paths.absolute(values["storage_path"])
     if storage.startswith("s3://") or not values.get("run_name"):
         return {}
-    path = checkpoints.newest(epath.Path(storage) / values["run_name"])
-    saved = checkpoints.about("run_name", str(path))["config"] if path else {}
+    path = checkpoint_reader.newest(epath.Path(storage) / values["run_name"])
+    saved = checkpoint_reader.about("run_name", str(path))["config"] if path else {}
     if saved.get("init_from") != init_from:
         return {}
     return {key: saved[key] for key in SHAPE if key in saved}

@@ -13,7 +13,7 @@ from ray.data import Dataset
 from ray.util.debug import log_once
 from tqdm import tqdm
 
-from trainkit import documents, paths, token_files, tokenizers
+from trainkit import documents, paths, token_files, tokenization
 from trainkit.config import TrainingConfig
 
 
@@ -158,7 +158,7 @@ def _describe(config: TrainingConfig, *functions: Callable) -> list[str]:
     """What decides the tokens, but for the text itself, in lines."""
     lines = [
         f"dataset: {config.dataset}",
-        f"tokenizer: {tokenizers.identity(config.tokenizer)}",
+        f"tokenizer: {tokenization.identity(config.tokenizer)}",
         f"dtype: {config.token_dtype}",
     ]
     for function in functions:

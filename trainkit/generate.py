@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainkit import tokenizers
+from trainkit import tokenization
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
         )
     config = model.config  # type: ignore[attr-defined] # create_model sets it
     device = jax.local_devices()[0]
-    tokenizer = tokenizers.load(config.tokenizer)
+    tokenizer = tokenization.load(config.tokenizer)
     ids = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
     lengths = np.array([len(tokens) for tokens in ids], np.int32)
     room = config.block_size - max_new_tokens

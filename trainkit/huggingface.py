@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from trainkit import paths, tokenizers
+from trainkit import paths, tokenization
 from trainkit.config import TrainingConfig
 
 _SIZES = {  # ours: theirs, of any kind of model
@@ -40,7 +40,7 @@ def published_shape(name: str, tokenizer: str) -> dict[str, int]:
     """The shape of a Hugging Face model, a folder or one on the hub, as configuration keys.
 
     Args:
-        tokenizer: that of the configuration, as `tokenizers.load` takes it.
+        tokenizer: that of the configuration, as `tokenization.load` takes it.
 
     Raises:
         ValueError: its folder has another tokenizer, or no model that transformers knows.
@@ -49,7 +49,7 @@ def published_shape(name: str, tokenizer: str) -> dict[str, int]:
 
     folder = _folder(name)
     if any((folder / name).exists() for name in _TOKENIZERS):
-        both = tokenizers.load(str(folder)), tokenizers.load(tokenizer)
+        both = tokenization.load(str(folder)), tokenization.load(tokenizer)
         ids = [[x.eot_token, *x.encode_ordinary(_SAMPLE)] for x in both]
         if ids[0] != ids[1]:
             raise ValueError(
@@ -134,7 +134,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     import transformers
 
     config = model.config  # type: ignore[attr-defined] # create_model sets it
-    tokenizer = tokenizers.load(config.tokenizer)
+    tokenizer = tokenization.load(config.tokenizer)
     arguments, arrays = _to_hugging_face(model)
     settings = transformers.AutoConfig.for_model(
         **arguments,
@@ -154,7 +154,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
         save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)  # or only this user can read it
         settings.save_pretrained(new)
-        if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+        if isinstance(tokenizer, tokenization.HuggingFaceTokenizer):
             end = tokenizer.decode([tokenizer.eot_token])
             plain = Tokenizer.from_str(tokenizer.tokenizer.to_str())
             # Nothing before or after a text, whatever the template in its file adds.

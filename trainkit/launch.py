@@ -1,23 +1,24 @@
 """Before workers start: what would fail on them, and what each of them gets."""
 
-import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import ray
-from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 from ray.train.v2.api.config import ScalingConfig
 
-from trainkit import checkpoints, huggingface, ops, runs, token_files, tokenizers
+from trainkit import (
+    checkpoint_reader,
+    dry_run,
+    recipe,
+    run_lock,
+    s3,
+    token_files,
+    tokenization,
+)
 from trainkit.config import TrainingConfig
 
 
@@ -42,23 +43,25 @@ def check(
             can't be sharded, or the model or its loss can't be traced.
         RuntimeError: workers of another launch have the run.
     """
-    runs.check_folder(config)
+    _check_folder(config)
     devices = numbers_of_devices(scaling)
     _check_slices(config, scaling)
     for number in devices:
         config.layout(number)
     for number in devices:
-        shapes = check_sharding(config, number, create_state, abstract_state, loss_fn)
-    checkpoints.check_start(config, shapes)
+        shapes = dry_run.check_sharding(
+            config, number, create_state, abstract_state, loss_fn
+        )
+    checkpoint_reader.check_start(config, shapes)
     _compare_with_cluster(scaling)
-    runs.wait_for_workers(config)
+    run_lock.wait_for_workers(config)
 
 
 def settings(config: TrainingConfig) -> dict:
     """What a worker gets: the configuration, and what tells its tokens from others.
 
     `val` has the windows in val.bin, and the bytes of text in a token, if the manifest says so.
-    `branch` is what `runs.compare` returns.
+    `branch` is what `recipe.compare` returns.
 
     Raises:
         FileNotFoundError: there are no tokens.
@@ -70,118 +73,42 @@ def settings(config: TrainingConfig) -> dict:
     if "bytes" in manifest:
         val["bytes_per_token"] = manifest["bytes"]["val"] / manifest["tokens"]["val"]
     tokens = token_files.digest(config)
-    branch = runs.compare(config, tokens)
+    branch = recipe.compare(config, tokens)
     given = {"config": dict(vars(config)), "tokens": tokens}
     return given | {"val": val, "branch": branch}
 
 
-def check_parameters(model: nnx.Module) -> None:
-    """Refuse a model with arrays that a train step would treat wrong.
-
-    A step trains every array of a model, in float32. It would train a table of constants,
-    forget what dropout counts, and train what stands in two places as two arrays. What a
-    module holds without an `nnx.Variable`, Flax takes for a part of the program, or trains it.
+def _check_folder(config: TrainingConfig) -> None:
+    """Refuse a launch that couldn't continue its run, before anything is written.
 
     Raises:
-        ValueError: an array isn't an `nnx.Param` of float32, or stands in two places.
+        ValueError: the run has no name, its folder won't stay, or its checkpoints have the form
+            of another storage.
     """
-    for place, module in nnx.iter_modules(model):
-        for name, held in vars(module).items():
-            if isinstance(held, jax.Array | np.ndarray):
-                raise ValueError(
-                    f"create_model: {'.'.join(map(str, [*place, name]))} is an array and no "
-                    "nnx.Param: expected it to be computed where it is used"
-                )
-    places: dict[int, str] = {}
-    variables = jax.tree.leaves_with_path(
-        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    for path, x in variables:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        other = places.setdefault(id(x), name)
-        if not isinstance(x, nnx.Param) or x.dtype != jnp.float32 or other != name:
-            raise ValueError(
-                f"create_model: {name} is {type(x).__name__} of {x.dtype}, also {other}: "
-                "expected each array once, as an nnx.Param of float32"
-            )
-
-
-def check_sharding(
-    config: TrainingConfig,
-    devices: int,
-    create_state: Callable,
-    abstract_state: Callable,
-    loss_fn: Callable,
-) -> dict[str, tuple[int, ...]]:
-    """Refuse what would fail on so many devices, without one of them.
-
-    Returns:
-        the shapes of the state's arrays by name.
-
-    Raises:
-        ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, a
-            kernel doesn't take the configuration, a key of `model` isn't used, or `init_from`
-            is another kind of model.
-        Exception: what the loss raises when it is traced.
-    """
-    if config.attention == "splash" and config.block_size % ops.SPLASH_BLOCK:
+    if config.run_name is None:
         raise ValueError(
-            f"attention: splash takes {ops.SPLASH_BLOCK} tokens at once, and block_size, "
-            f"{config.block_size}, is no multiple of that"
+            "run_name: a job or a script has none, so a second try would start over. Add a "
+            "line such as 'run_name: my-run' to its configuration."
         )
-    if config.attention == "cudnn" and config.compute_dtype != "bfloat16":
-        raise ValueError("attention: cudnn computes in bfloat16. Set compute_dtype")
-    data = devices // (config.fsdp * config.tensor_parallel)
-    shape = (data, config.fsdp, config.tensor_parallel)
-    names = ("data", "fsdp", "tensor")
-    mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * 3)
-    # The driver has no kernels of GPUs and TPUs, and shapes don't depend on them.
-    traced = dataclasses.replace(config, attention="xla")
-    windows = jax.ShapeDtypeStruct(
-        (data * config.fsdp, config.block_size + 1), "uint16"
-    )
-
-    def loss(model, windows):
-        keys = ops.row_keys(traced, 0)
-        more = () if keys is None else (keys[: len(windows)],)
-        return loss_fn(model, windows, traced, *more)
-
-    is_published = config.init_from and not checkpoints.is_one(config.init_from)
-
-    def trace():
-        with jax.sharding.use_abstract_mesh(mesh):
-            jax.eval_shape(lambda: check_parameters(create_state(traced).model))
-            state = abstract_state(traced, mesh)
-            shapes = _check_shards(state, mesh)
-            jax.eval_shape(loss, state.model, windows)
-            if is_published and not checkpoints.start_of(config):
-                huggingface.check(config, state.model)
-        return shapes
-
-    with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
-        shapes = pool.submit(trace).result()
-    if unread := traced.model.keys() - traced.model.read:  # type: ignore[attr-defined]
+    if "/working_dir_files/" in config.storage_path:
         raise ValueError(
-            f"model: neither the model nor its loss has read {', '.join(sorted(unread))}"
+            f"storage_path: {config.storage_path} is in a job's copy of this folder, which Ray "
+            "deletes. Set storage_path and data_dir to folders that all nodes share."
         )
-    return shapes
-
-
-def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    for path, x in jax.tree.leaves_with_path(state):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        name = name.removesuffix(".value")
-        shapes[name] = x.shape
-        try:
-            x.sharding.shard_shape(x.shape)
-        except ValueError as error:
-            raise ValueError(
-                f"RULES: {name} of shape {x.shape} can't be sharded by "
-                f"{x.sharding.spec} on a mesh of {' x '.join(map(str, mesh.axis_sizes))}: "
-                f"{error}"
-            ) from None
-    return shapes
+    if config.storage_path.startswith("gs://") and " " in str(config.run_path):
+        raise ValueError(
+            f"storage_path, run_name: {config.run_path} has a space, with which Ray can't open "
+            "gs://. Choose names without"
+        )
+    is_s3 = config.storage_path.startswith("s3://")
+    form = checkpoint_reader.NAME if is_s3 else s3.NAME
+    names = [path.name for path in config.run_path.glob("step_*")]
+    if other := [name for name in names if re.fullmatch(form, name)]:
+        raise ValueError(
+            f"storage_path: {config.run_path} has {other[0]}, a checkpoint in the form of "
+            f"{'other storage' if is_s3 else 's3://'}, which can't be read here. Continue the "
+            "run where it was, or choose another run_name."
+        )
 
 
 def environment(config: TrainingConfig, scaling: ScalingConfig) -> dict[str, str]:
@@ -229,7 +156,7 @@ def _check_tokens(config: TrainingConfig) -> dict:
         token_files.check(config)
         return {}
     manifest = json.loads(path.read_text())
-    ours = f"tokenizer: {tokenizers.identity(config.tokenizer)}"
+    ours = f"tokenizer: {tokenization.identity(config.tokenizer)}"
     if ours not in manifest["made_from"]:
         theirs = [x for x in manifest["made_from"] if x.startswith("tokenizer: ")]
         raise ValueError(

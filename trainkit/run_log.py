@@ -16,7 +16,7 @@ import optax
 import ray.train
 from ray.experimental import tqdm_ray
 
-from trainkit import paths, runs
+from trainkit import paths, run_lock
 from trainkit.config import TrainingConfig
 
 # Dense bfloat16 FLOP/s of a device, from the vendors' data sheets. A name's first match counts.
@@ -125,7 +125,7 @@ class RunLog:
             if not all(map(math.isfinite, values.values())):
                 self.diverged = True
                 if self._lines:
-                    runs.note_divergence(
+                    run_lock.note_divergence(
                         self._config, f"step {each}: {_format(values)}"
                     )
                 return None

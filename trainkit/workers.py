@@ -13,7 +13,7 @@ import ray.train
 import ray.train.collective
 from jax.experimental import multihost_utils
 
-from trainkit import runs, token_files
+from trainkit import recipe, run_lock, token_files
 from trainkit.config import TrainingConfig
 
 _AHEAD = 2**28  # bytes that a dataset keeps in the object store
@@ -37,19 +37,21 @@ def start(settings: dict) -> TrainingConfig:
         ValueError: this node has other tokens, the run has another recipe, or the devices
             can't share a batch.
     """
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     config = TrainingConfig(**settings["config"])
     context = ray.train.get_context()
     place = f"process {os.getpid()} on {socket.gethostname()}"
     print(f"worker {context.get_world_rank()} of {context.get_world_size()}: {place}")
     # A shared folder may be dead on the first worker, for which the others wait.
-    faulthandler.dump_traceback_later(runs.PATIENCE + config.stall_timeout_s, exit=True)
-    runs.lock(config)
+    faulthandler.dump_traceback_later(
+        run_lock.PATIENCE + config.stall_timeout_s, exit=True
+    )
+    run_lock.lock(config)
     ray.train.collective.barrier()  # for as long as it takes, where JAX would give up
     faulthandler.dump_traceback_later(config.stall_timeout_s, exit=True)  # see RunLog
-    if (
-        context.get_world_rank() == 0
-    ):  # another launch may have saved since the driver asked
-        runs.compare(config, settings["tokens"] or {})
+    if context.get_world_rank() == 0:
+        # Another launch may have saved since the driver asked.
+        recipe.compare(config, settings["tokens"] or {})
     if settings["tokens"] and context.get_local_rank() == 0:  # once for each node
         found = token_files.digest(config)
         if found != settings["tokens"]:
@@ -67,7 +69,6 @@ def start(settings: dict) -> TrainingConfig:
     config.layout(jax.device_count())
     # Connected now, workers may compile for longer than the 30 s that Gloo waits on CPUs.
     multihost_utils.sync_global_devices("start")
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
     limit_data()
     return config
 

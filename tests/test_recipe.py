@@ -15,7 +15,7 @@ import ray.train
 from accidents import as_worker
 from orbax.checkpoint import v1 as orbax
 
-from trainkit import runs
+from trainkit import launch, recipe, run_lock
 from trainkit.config import TrainingConfig
 
 
@@ -37,17 +37,17 @@ def save(run, **changes) -> str:
 
 def test_keys_that_versions_add_and_remove(config):
     """Of a key that it lacks, a checkpoint has the default; another value is refused."""
-    assert runs.compare(config, TOKENS) is None and not config.run_path.exists()
+    assert recipe.compare(config, TOKENS) is None and not config.run_path.exists()
     saved = asdict(config) | {"removed": 3}
     del saved["beta2"]
     path = save(config, config=saved)
     shutil.copytree(path, config.run_path / "step_00000016_0123abcd")
     (config.run_path / "step_00000016_0123abcd/commit_success.txt").unlink()
-    assert runs.compare(config, TOKENS) is None
+    assert recipe.compare(config, TOKENS) is None
     with pytest.raises(ValueError, match="run_name: .*beta2 was 0.95, is 0.9"):
-        runs.compare(replace(config, beta2=0.9), TOKENS)
+        recipe.compare(replace(config, beta2=0.9), TOKENS)
     with pytest.raises(ValueError, match="val.bin was '401 tokens.*, is 'other'"):
-        runs.compare(config, TOKENS | {"val": "other"})
+        recipe.compare(config, TOKENS | {"val": "other"})
 
 
 def test_what_a_branch_may_change(config):
@@ -59,24 +59,24 @@ def test_what_a_branch_may_change(config):
         config, run_name="branch", branch_from=parent + "/", learning_rate=0.1
     )
     began = {"from": parent, "differs": ["learning_rate was 0.01, is 0.1"]}
-    assert runs.compare(branch, TOKENS) == began
+    assert recipe.compare(branch, TOKENS) == began
     for changes, words in (
         ({"n_layer": 3, "n_embd": 64}, "n_layer was 2, is 3; n_embd was 32, is 64"),
         ({"batch_size": 8}, "batch_size was 4, is 8"),
         ({"init_from": "gpt2"}, "init_from was None, is 'gpt2'"),
     ):
         with pytest.raises(ValueError, match=f"branch_from: .*in these: {words}. Undo"):
-            runs.compare(replace(branch, **changes), TOKENS)
+            recipe.compare(replace(branch, **changes), TOKENS)
     with pytest.raises(ValueError, match="branch_from: .* val.bin was '401 tokens"):
-        runs.compare(branch, TOKENS | {"val": "other"})
+        recipe.compare(branch, TOKENS | {"val": "other"})
     save(branch, branch=began)
     shutil.rmtree(parent)
     for again in (branch, replace(branch, branch_from=None)):
-        assert runs.compare(again, TOKENS) == began
+        assert recipe.compare(again, TOKENS) == began
     with pytest.raises(ValueError, match="run_name: .*seed was 1337, is 2"):
-        runs.compare(replace(branch, seed=2), TOKENS)
+        recipe.compare(replace(branch, seed=2), TOKENS)
     with pytest.raises(ValueError, match="branch_from: .*which began with .*, and not"):
-        runs.compare(replace(branch, branch_from="/elsewhere"), TOKENS)
+        recipe.compare(replace(branch, branch_from="/elsewhere"), TOKENS)
 
 
 def test_what_is_no_checkpoint_to_branch_from(config, tmp_path):
@@ -85,10 +85,10 @@ def test_what_is_no_checkpoint_to_branch_from(config, tmp_path):
         replace(config, branch_from="s3://bucket/runs/a/step_00000008_2_0123abcd")
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=f"branch_from: .* found none: {place}"):
-            runs.compare(replace(config, branch_from=str(place)), TOKENS)
+            recipe.compare(replace(config, branch_from=str(place)), TOKENS)
     orbax.save(tmp_path / "line", {"x": np.ones(3)})  # such as step 2's
     with pytest.raises(ValueError, match="branch_from: .*line has no configuration"):
-        runs.compare(replace(config, branch_from=str(tmp_path / "line")), TOKENS)
+        recipe.compare(replace(config, branch_from=str(tmp_path / "line")), TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -101,40 +101,40 @@ def test_what_was_copied_from_another_storage_is_refused(config, name, monkeypat
         monkeypatch.setattr(TrainingConfig, "run_path", config.run_path)
         config = replace(config, storage_path="s3://bucket/runs")
     with pytest.raises(ValueError, match=f"storage_path: .* has {name}, .*the form of"):
-        runs.check_folder(config)
+        launch._check_folder(config)
 
 
 def test_a_space_in_gs_is_refused(config):
     """With which Ray would fail at the first save."""
     wrong = replace(config, storage_path="gs://bucket/runs", run_name="a b")
     with pytest.raises(ValueError, match="run_name: gs://bucket/runs/a b has a space"):
-        runs.check_folder(wrong)
+        launch._check_folder(wrong)
 
 
 def test_a_jobs_copy_of_the_folder_keeps_no_runs(config):
     """Ray deletes it."""
     folder = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/storage"
     with pytest.raises(ValueError, match="storage_path: /tmp/ray.*a job's copy"):
-        runs.check_folder(replace(config, storage_path=folder))
+        launch._check_folder(replace(config, storage_path=folder))
 
 
 def test_the_first_worker_of_another_node_takes_no_lock(config, monkeypatch):
     """It would keep its own run waiting."""
     context = SimpleNamespace(get_world_rank=lambda: 2, get_local_rank=lambda: 0)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    runs.lock(config)
+    run_lock.lock(config)
     assert not config.run_path.exists()
 
 
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
     """Who has the run is named; or that the file system has no locks."""
-    monkeypatch.setattr(runs, "PATIENCE", 1)
+    monkeypatch.setattr(run_lock, "PATIENCE", 1)
 
     def lock() -> None:
-        as_worker(lambda: runs.lock(config))
-        runs._lock.release()
+        as_worker(lambda: run_lock.lock(config))
+        run_lock._lock.release()
 
-    runs.wait_for_workers(config)
+    run_lock.wait_for_workers(config)
     assert not config.run_path.exists()  # and this leaves nothing
     lock()
     log = config.run_path / "metrics.jsonl"
@@ -144,11 +144,14 @@ def test_one_launch_at_a_time(config, monkeypatch, capfd):
     words = f"run_name: .*/run is in use by {last}.* delete .*/run/lock"
     with open(config.run_path / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        for enter in (lock, partial(runs.wait_for_workers, config)):  # worker, driver
+        for enter in (
+            lock,
+            partial(run_lock.wait_for_workers, config),
+        ):  # worker, driver
             with pytest.raises(RuntimeError, match=words):
                 enter()
             assert "is locked: waiting for 1 s" in capfd.readouterr().out
-    runs.wait_for_workers(config)
+    run_lock.wait_for_workers(config)
     lock()
 
     def fail(number: int) -> None:

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from samples import END, byte_pairs, hub_of
 
-from trainkit import corpus, tokenizers as ours
+from trainkit import corpus, tokenization as ours
 
 TEXTS = ["Some text,    and more of it.\n", f"It costs 3 € {END}.", "漢字 ünï <7>"]
 

@@ -1,6 +1,7 @@
 """Loads what `save` has written: the state by one replica, or the model alone."""
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +13,10 @@ from flax import nnx
 from orbax.checkpoint import v1 as orbax
 from ray.train import Checkpoint
 
-from trainkit import huggingface, s3, tokenizers
+from trainkit import huggingface, s3, tokenization
 from trainkit.config import SHAPE, TrainingConfig
 
+NAME = re.compile(r"step_\d{8}(_[0-9a-f]{8})?")  # as the notebook's `newest` takes them
 _COMMIT = "commit_success.txt"
 
 
@@ -27,7 +29,7 @@ def is_one(name: str) -> bool:
 def newest(folder: epath.Path) -> epath.Path | None:
     """The newest whole checkpoint in a run's folder, as one process sees it."""
     try:
-        found = [path for path in folder.iterdir() if path.name.startswith("step_")]
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
     except FileNotFoundError:
         return None
     whole = [x for x in found if _COMMIT in {file.name for file in x.iterdir()}]
@@ -69,7 +71,7 @@ def shape(folder: str, tokenizer: str) -> dict[str, int]:
     """
     saved = about("init_from", folder)["config"]
     if saved["tokenizer"] != tokenizer:
-        theirs, ours = map(tokenizers.identity, (saved["tokenizer"], tokenizer))
+        theirs, ours = map(tokenization.identity, (saved["tokenizer"], tokenizer))
         if theirs != ours:
             raise ValueError(
                 f"init_from: {folder} was trained with the tokenizer {theirs}, and "
@@ -150,7 +152,7 @@ def _load(folder, model, named, sharding_of, context) -> nnx.Module:
 def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse a state that a run's start can't take from its checkpoint as a whole.
 
-    If keys of the shape differ, `runs.compare` names them, which says more.
+    If keys of the shape differ, `recipe.compare` names them, which says more.
 
     Args:
         shapes: those of the state's arrays, by name.
