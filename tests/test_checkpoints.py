@@ -468,12 +468,12 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     for create, words in (
         (
             lambda c: create_model(replace(c, n_layer=2)),
-            "only here: .'model.h.1.",
+            r"model.h.1.attn.c_proj.bias None, expected \(32,\)",
         ),
-        (without_bias, "only in the checkpoint: .'model.h.0.mlp.c_fc.bias'"),
+        (without_bias, r"model.h.0.mlp.c_fc.bias \(128,\), expected None"),
         (
             lambda c: create_model(replace(c, vocab_size=700)),
-            r"model.wte.embedding \(640, 32\), here \(768, 32\)",
+            r"model.wte.embedding \(640, 32\), expected \(768, 32\)",
         ),
     ):
         with pytest.raises(ValueError, match=f"other arrays .*step_00000001.*{words}"):
@@ -487,17 +487,17 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
         replace(config, n_embd=64), {}
     )  # recipe.compare names the key
     monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
-    with pytest.raises(ValueError, match="step_0.*only in the checkpoint: .'opt_state"):
+    with pytest.raises(ValueError, match="step_0.* has opt_state.1.* None"):
         checkpoint_reader.check_start(config, shapes())
     new = replace(config, run_name="new")
     checkpoint_reader.check_start(new, shapes())
     branch = replace(new, branch_from=str(whole(config)[0]))
-    with pytest.raises(ValueError, match="only in the checkpoint: .'opt_state"):
+    with pytest.raises(ValueError, match=" has opt_state.* None"):
         checkpoint_reader.check_start(branch, shapes())
     deeper = lambda c: create_model(replace(c, n_layer=2))  # noqa: E731
     monkeypatch.setattr(tutorial, "create_model", deeper)
     weights = replace(new, init_from=branch.branch_from)
-    with pytest.raises(ValueError, match="only here: .'model.h.1."):
+    with pytest.raises(ValueError, match="model.h.1.* None, expected"):
         checkpoint_reader.check_start(weights, shapes())
 
 

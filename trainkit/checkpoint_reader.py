@@ -173,17 +173,8 @@ def _compare(folder: str, here: dict[str, tuple], part: str = "") -> None:
     """Refuse arrays that would take only some of those in a checkpoint that begin so."""
     stored = orbax.metadata(folder).metadata
     saved = {name: x.shape for name, x in stored.items() if name.startswith(part)}
-    if saved != here:
-        differ = {
-            "only in the checkpoint": sorted(saved.keys() - here.keys()),
-            "only here": sorted(here.keys() - saved.keys()),
-            "of another shape": [
-                f"{name} {saved[name]}, here {here[name]}"
-                for name in sorted(saved.keys() & here.keys())
-                if saved[name] != here[name]
-            ],
-        }
+    if others := huggingface.differences(saved, here):
         raise ValueError(
-            f"create_state, create_model: they make other arrays than {folder} has: "
-            + "; ".join(f"{what}: {names}" for what, names in differ.items() if names)
+            f"create_state, create_model: they make other arrays than {folder}, which has "
+            f"{others}"
         )

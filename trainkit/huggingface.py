@@ -147,7 +147,7 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
     settings.architectures = [type(peer).__name__]
     expected = {name: tuple(x.shape) for name, x in peer.named_parameters()}
     tensors = {name: np.asarray(x) for name, x in arrays.items()}
-    if others := _differences({k: x.shape for k, x in tensors.items()}, expected):
+    if others := differences({k: x.shape for k, x in tensors.items()}, expected):
         raise ValueError(f"the model is no {type(peer).__name__}: it has {others}")
     folder = Path(folder).expanduser()
     with paths.new_folder(folder) as new:
@@ -169,6 +169,13 @@ def export(model: nnx.Module, folder: str | Path) -> Path:
 
 
 _HEAD = "lm_head.weight"  # of every kind; a file may have it where it is the embeddings
+
+
+def differences(found: dict, expected: dict) -> str:
+    """The first shapes that aren't as expected, by name; "" if all are."""
+    names = sorted({name for name, _ in found.items() ^ expected.items()})
+    shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
+    return "; ".join(shapes)
 
 
 def _to_hugging_face(model: nnx.Module) -> tuple[dict[str, Any], dict[str, jax.Array]]:
@@ -244,15 +251,8 @@ def _compare(folder: Path, found: dict, expected: dict) -> None:
     """Refuse files with other tensors than the model's."""
     if _HEAD not in expected:
         found = {name: shape for name, shape in found.items() if name != _HEAD}
-    if others := _differences(found, expected):
+    if others := differences(found, expected):
         raise ValueError(f"init_from: {folder} has {others}")
-
-
-def _differences(found: dict, expected: dict) -> str:
-    """The first shapes that aren't as expected, by name."""
-    names = sorted({name for name, _ in found.items() ^ expected.items()})
-    shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
-    return "; ".join(shapes)
 
 
 def _files(folder: Path) -> list[Path]:
