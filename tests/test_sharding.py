@@ -173,7 +173,7 @@ import jax
 from flax import nnx
 from conftest import load_notebook, small_config
 from samples import windows_for
-from trainkit import launch
+from trainkit import dry_run
 
 tutorial = load_notebook()
 tutorial.RULES = {}

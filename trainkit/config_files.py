@@ -42,7 +42,7 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     tokenizer = paths.path_or_name(values.get("tokenizer", RecipeConfig.tokenizer))
     if tokenizer != RecipeConfig.tokenizer:
         dataset = f"{dataset}-{Path(tokenizer).name.removesuffix('.json')}"
-        if not values.keys() & {"init_from", "vocab_size"}:
+        if not values.get("init_from") and "vocab_size" not in values:
             values["vocab_size"] = tokenization.load(tokenizer).n_vocab
     places: dict[str, Any] = {
         "data_dir": f"{root}/data/{dataset}",
