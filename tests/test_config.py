@@ -42,7 +42,7 @@ def test_tokens_take_two_bytes_if_all_ids_fit():
 @pytest.mark.parametrize("model", [{1: 2}, {"t": (1, 2)}, {"day": date(2026, 1, 1)}])
 def test_keys_of_ones_own_are_json(model):
     """As a checkpoint gives them back, which is compared."""
-    with pytest.raises(ValueError, match="model\n.*expected texts as keys"):
+    with pytest.raises(ValueError, match=r"model\."):
         TrainingConfig(model=model)
     config = TrainingConfig(model={"a": [1, {"b": None}]})
     assert hash(config) == hash(pickle.loads(pickle.dumps(config)))

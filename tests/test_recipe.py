@@ -67,6 +67,8 @@ def test_what_a_branch_may_change(config):
     ):
         with pytest.raises(ValueError, match=f"branch_from: .*in these: {words}. Undo"):
             recipe.compare(replace(branch, **changes), TOKENS)
+    with pytest.raises(ValueError, match="is of step 8: expected less than max_steps"):
+        recipe.compare(replace(branch, max_steps=8), TOKENS)
     with pytest.raises(ValueError, match="branch_from: .* val.bin was '401 tokens"):
         recipe.compare(branch, TOKENS | {"val": "other"})
     save(branch, branch=began)
@@ -81,9 +83,8 @@ def test_what_a_branch_may_change(config):
 
 def test_what_is_no_checkpoint_to_branch_from(config, tmp_path):
     """It is named before anything starts."""
-    with pytest.raises(ValueError, match="branch_from\n.*found s3://bucket/runs"):
-        replace(config, branch_from="s3://bucket/runs/a/step_00000008_2_0123abcd")
-    for place in (tmp_path, tmp_path / "nowhere"):
+    s3 = "s3://bucket/runs/a/step_00000008_2_0123abcd"
+    for place in (tmp_path, tmp_path / "nowhere", s3):
         with pytest.raises(ValueError, match=f"branch_from: .* found none: {place}"):
             recipe.compare(replace(config, branch_from=str(place)), TOKENS)
     orbax.save(tmp_path / "line", {"x": np.ones(3)})  # such as step 2's

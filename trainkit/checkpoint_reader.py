@@ -118,16 +118,18 @@ def load_model(
         named: the notebook's function, by whose names the arrays were saved.
 
     Raises:
-        ValueError: the model has other arrays than the checkpoint's.
+        ValueError: the checkpoint isn't whole, or has other arrays than the model.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     files, folder = checkpoint.filesystem, checkpoint.path
     kind = files.type_name if files else "local"
     with tempfile.TemporaryDirectory() as unpacked:
         if kind == "s3":
-            s3.unpack(files, folder, Path(unpacked))
-        folder = {"s3": unpacked, "gcs": f"gs://{folder}"}.get(kind, folder)
-        values = orbax.metadata(folder).custom_metadata["config"]
+            s3.unpack(files, folder, Path(folder := unpacked))
+            values = orbax.metadata(folder).custom_metadata["config"]
+        else:
+            folder = f"gs://{folder}" if kind == "gcs" else folder
+            values = about("checkpoint", folder)["config"]
         # Runs anywhere, on windows of any length.
         values |= {"attention": "xla", "scan_layers": False}
         fields = {field.name for field in dataclasses.fields(TrainingConfig)}

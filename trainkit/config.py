@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import pydantic
 from etils import epath
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from trainkit import paths
@@ -45,45 +45,17 @@ class _Frozen(dict):
 
 
 def _freeze_scaling(scaling: dict) -> _Frozen:
-    """With a range as a tuple, which Ray wants, and YAML and JSON don't have.
-
-    Raises:
-        ValueError: a switch or a resource is a text, such as YAML's `no`, which Ray would take.
-    """
+    """With a range as a tuple, which Ray wants, and YAML and JSON don't have."""
     for key in ("use_gpu", "use_tpu"):
         if not isinstance(scaling.get(key, False), bool):
             raise ValueError(f"{key}: expected true or false, found {scaling[key]!r}")
-    for kind, count in (scaling.get("resources_per_worker") or {}).items():
-        if isinstance(count, bool | str) or count < 0:
-            raise ValueError(f"{kind}: expected a number from 0, found {count!r}")
     number = scaling.get("num_workers")
     is_range = {"num_workers": tuple(number)} if isinstance(number, list) else {}
     return _Frozen(scaling | is_range)
 
 
-def _freeze_model(model: dict) -> _Frozen:
-    """As a checkpoint keeps it, which is JSON."""
-    try:
-        same = json.loads(json.dumps(model, allow_nan=False)) == model
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise ValueError(
-            f"expected texts as keys, and values of JSON, such as lists, found {model!r}"
-        )
-    return _Frozen(model)
-
-
-def _without_s3(place: str) -> str:
-    """A checkpoint's folder, from which Orbax can load."""
-    if place.startswith("s3://"):
-        raise ValueError(f"expected a folder or gs://, found {place}: copy it to one")
-    return place.rstrip("/")
-
-
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Folder = Annotated[str, AfterValidator(paths.absolute)]
-CheckpointFolder = Annotated[Folder, AfterValidator(_without_s3)]
 PathOrName = Annotated[str, AfterValidator(paths.path_or_name)]
 _STRICT = pydantic.ConfigDict(
     extra="forbid", allow_inf_nan=False, validate_default=True
@@ -109,9 +81,8 @@ class RecipeConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # parameters: float32
     # A Hugging Face model, or a checkpoint of a run, which brings weights and the shape.
     init_from: PathOrName | None = None
-    model: Annotated[dict, AfterValidator(_freeze_model)] = (
-        _Frozen()
-    )  # keys of your own
+    # Keys of your own, which a checkpoint keeps as JSON.
+    model: Annotated[dict[str, JsonValue], AfterValidator(_Frozen)] = _Frozen()
 
     batch_size: PositiveInt = 480  # windows an optimizer step, over all devices
     learning_rate: PositiveFloat = 6e-4  # the highest; it falls to a tenth
@@ -148,7 +119,7 @@ class TrainingConfig(RecipeConfig):
     controller_failure_limit: Annotated[int, Field(ge=-1)] = 60  # failed starts
     stall_timeout_s: PositiveFloat = 1_800.0  # a step that takes longer ends its worker
 
-    branch_from: CheckpointFolder | None = None  # a new run starts with its whole state
+    branch_from: Folder | None = None  # a new run starts with its whole state
     # See load_config. Orbax takes the last three characters for a pattern, without a word.
     run_name: Annotated[str, Field(pattern=r"^[^/\[*?]+$")] | None = None
     data_dir: Annotated[Folder, Field(pattern="^/")] = "data"  # all nodes share it
@@ -158,11 +129,6 @@ class TrainingConfig(RecipeConfig):
     @pydantic.model_validator(mode="after")
     def _check_intervals(self) -> "TrainingConfig":
         often = self.save_interval or self.eval_interval
-        if often > self.eval_interval:
-            raise ValueError(
-                f"save_interval: {often} is more than eval_interval, {self.eval_interval}, "
-                "and a checkpoint follows each evaluation"
-            )
         if self.keep_every % often and self.keep_every % self.eval_interval:
             raise ValueError(
                 f"keep_every: {self.keep_every} is no multiple of save_interval or "

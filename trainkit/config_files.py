@@ -11,7 +11,6 @@ from typing import Any
 
 import pydantic
 from etils import epath
-from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 from trainkit import checkpoint_reader, huggingface, paths, tokenization
@@ -35,8 +34,6 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
     """
     with open(path) as file:
         given = YAML(typ="safe", pure=True).load(file) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected keys, found a {type(given).__name__}")
     values = given | changes
     dataset = values.get("dataset", RecipeConfig.dataset)
     tokenizer = paths.path_or_name(values.get("tokenizer", RecipeConfig.tokenizer))
@@ -65,14 +62,9 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
                 )
         values |= shape
     try:
-        config = TrainingConfig(**(places | values))
+        return TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
-    try:
-        ScalingConfig(**config.scaling)
-    except Exception as error:  # Ray's, of several kinds
-        raise ValueError(f"{path}: scaling {config.scaling}: {error}") from None
-    return config
 
 
 def _shape_of_run(init_from: str, values: dict) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: as `documents.read` and `token_files.check`, or one part has no documents,
-            or the source of a function can't be compared with that of the next time.
+        ValueError: as `documents.read` and `token_files.check`, or one part has no documents or
+            most of the other's, or the source of a function can't be compared next time.
     """
     made_from = _describe(config, dataset, tokenize)
     if existing := _existing(config, made_from):
@@ -39,32 +39,36 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
     manifest: dict[str, Any] = {"made": f"{time.strftime('%Y-%m-%d %H:%M')} by {by}"}
     manifest["made_from"] = made_from
     parts = documents.read(config, dataset)
-    try:
-        with paths.new_folder(config.data_dir) as folder:
-            given = {"tokenize": tokenize, "config": config}
-            train, val = (part.map(_tokenize, fn_kwargs=given) for part in parts)
-            # Of val's documents; in train, those that are there, too.
-            hashes: set[int] = set()
-            in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
-            repeated: set[int] = set()
+    with paths.new_folder(config.data_dir) as folder:
+        given = {"tokenize": tokenize, "config": config}
+        train, val = (part.map(_tokenize, fn_kwargs=given) for part in parts)
+        # Of val's documents; in train, those that are there, too.
+        hashes: set[int] = set()
+        in_val = _append(folder / "val.bin", val, config.token_dtype, hashes.add)
+        repeated: set[int] = set()
 
-            def note(document: int) -> None:
-                if document in hashes:
-                    repeated.add(document)
-                    _refuse_repeated(len(repeated), len(hashes))
+        def said() -> str:
+            both, val = len(repeated), len(hashes)
+            return f"{both:,} of {val:,} different documents in val are in train, too"
 
-            in_train = _append(folder / "train.bin", train, config.token_dtype, note)
-            for key in in_train:
-                manifest[key] = {"train": in_train[key], "val": in_val[key]}
-            if not all(manifest["documents"].values()):
-                raise ValueError(f"dataset: an empty part in {manifest['documents']}")
-            if repeated:
-                print(f"{_said(len(repeated), len(hashes))}.")
-            (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    except OSError:
-        if existing := _existing(config, made_from):  # another process was faster
-            return existing
-        raise
+        def note(document: int) -> None:
+            if document in hashes:
+                repeated.add(document)
+                if len(repeated) > _MOST_REPEATED * len(hashes):
+                    raise ValueError(
+                        f"dataset: {said()}, at least. A source that shuffles anew each "
+                        "time it is read gives each part other documents: seed it. If the "
+                        "texts repeat, split by a hash, which keeps equal ones together"
+                    )
+
+        in_train = _append(folder / "train.bin", train, config.token_dtype, note)
+        for key in in_train:
+            manifest[key] = {"train": in_train[key], "val": in_val[key]}
+        if not all(manifest["documents"].values()):
+            raise ValueError(f"dataset: an empty part in {manifest['documents']}")
+        if repeated:
+            print(f"{said()}.")
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     token_files.check(config, manifest)
     return manifest
 
@@ -74,19 +78,6 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
 # below: "over 4% of the validation set of standard datasets" is in train, too (Lee et al. 2022,
 # "Deduplicating training data makes language models better", with near duplicates).
 _MOST_REPEATED = 0.25
-
-
-def _refuse_repeated(repeated: int, different: int) -> None:
-    if repeated > _MOST_REPEATED * different:
-        raise ValueError(
-            f"dataset: {_said(repeated, different)}, at least. A source that shuffles anew "
-            "each time it is read gives each part other documents: seed it. If the texts "
-            "repeat, split by a hash, which keeps equal ones together"
-        )
-
-
-def _said(repeated: int, different: int) -> str:
-    return f"{repeated:,} of {different:,} different documents in val are in train, too"
 
 
 def _existing(config: TrainingConfig, made_from: list[str]) -> dict | None:
@@ -130,18 +121,14 @@ def _tokenize(row: dict, **given: Any) -> dict:
 def _append(path: Path, tokenized: Dataset, dtype: str, note: Callable) -> dict:
     """Write the tokens of documents to a file, and `note` each one's hash; what is in it."""
     tokenized.context.enable_progress_bars = False
-    log_once(
-        "ray_data_progress_manager_disabled"
-    )  # or Ray would say that it shows none
+    # Or Ray would say that it shows none.
+    log_once("ray_data_progress_manager_disabled")
     tokenized.context.execution_options.preserve_order = True
     found = {"documents": 0, "bytes": 0, "tokens": 0, "largest_id": 0}
     with path.open("wb") as file, tqdm(desc=path.name, unit="doc") as bar:
         for rows in tokenized.iter_batches(batch_size=None, batch_format="pyarrow"):
             columns = rows.to_pydict()  # type: ignore[union-attr] # of a table
             texts = columns["tokens"]
-            if not all(isinstance(tokens, bytes) for tokens in texts):
-                kind = type(texts[0]).__name__
-                raise ValueError(f"tokenize: expected bytes as tokens, found {kind}")
             for tokens in texts:
                 note(hash(tokens))
             ids = np.frombuffer(b"".join(texts), dtype)
@@ -167,11 +154,7 @@ def _describe(config: TrainingConfig, *functions: Callable) -> list[str]:
 
 
 def _source(function: Callable) -> str:
-    """The source of a function, as Python has it.
-
-    Raises:
-        ValueError: it isn't all that decides what the function does, or Python has none.
-    """
+    """The source of a function, as Python has it."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError):  # a partial, an object, a cell that begins with %%time

@@ -62,54 +62,25 @@ def openwebtext(downloads: str) -> datasets.DatasetDict:
 def read(config: TrainingConfig, dataset: Callable) -> list[Dataset]:
     """The two datasets that `dataset(downloads)` gives, of Ray or of Hugging Face's library.
 
-    `downloads` is a folder beside `config.data_dir`, which all nodes see.
+    `downloads` is a folder beside `config.data_dir`, which all nodes see. Of two splits by
+    name, `train` is the first.
 
     Raises:
-        ValueError: it gives something else; while they are read, a row has no string in the
-            column `text`.
+        ValueError: it gives something else.
     """
-
-    def check(row: dict) -> dict[str, str]:
-        if not isinstance(row.get("text"), str):
-            raise ValueError(f"expected a string in a column text, found {row!r:.200}")
-        return {"text": row["text"]}
-
     made = dataset(f"{config.data_dir}-downloads")
-    return [_to_ray(part).map(check) for part in _two_parts(config.dataset, made)]
-
-
-_PARTS = "two datasets, of Ray Data or of Hugging Face's library, to train and to validate with"
-
-
-def _two_parts(name: str, made: object) -> list[Dataset | datasets.Dataset]:
-    """What a dataset's function has returned: the part to train with is the first.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    found = type(made).__name__
-    if isinstance(made, dict):  # of splits, such as a DatasetDict
-        found = f"{found} with {sorted(map(str, made))}"
-        others = {"validation", "val", "test"} & made.keys()
-        if "train" in made and len(made) == 2 and others:
-            made = [made["train"], made[others.pop()]]
-    if isinstance(made, list | tuple):
-        kinds = [type(part).__name__ for part in made]
-        found = f"{type(made).__name__} of {len(made)}, first {kinds[:2]}"
-        if len(made) == 2 and all(
-            isinstance(part, Dataset | datasets.Dataset) for part in made
-        ):
-            for part in made:
-                # Ray would have to read to know its columns.
-                columns = getattr(part, "column_names", ["text"])
-                if "text" not in columns:
-                    words = f"dataset: {name} has {columns}, and no column text"
-                    raise ValueError(words)
-            return [*made]
-    raise ValueError(
-        f"dataset: {name} returned {found}. Expected {_PARTS}; of splits by name, train and "
-        "one of validation, val, and test"
-    )
+    if isinstance(made, dict) and "train" in made:  # such as a DatasetDict
+        made = [made[name] for name in sorted(made, key="train".__ne__)]
+    kinds = Dataset | datasets.Dataset
+    parts = made if isinstance(made, list | tuple) else [made]
+    if len(parts) != 2 or not all(isinstance(part, kinds) for part in parts):
+        found = [type(part).__name__ for part in parts[:3]]
+        raise ValueError(
+            f"dataset: {config.dataset} returned {found}. "
+            "Expected two datasets, of Ray Data or of Hugging Face's library, to train and to "
+            "validate with; of splits by name, one is train"
+        )
+    return [_to_ray(part) for part in parts]
 
 
 def _to_ray(part: Dataset | datasets.Dataset) -> Dataset:

@@ -79,12 +79,7 @@ def settings(config: TrainingConfig) -> dict:
 
 
 def _check_folder(config: TrainingConfig) -> None:
-    """Refuse a launch that couldn't continue its run, before anything is written.
-
-    Raises:
-        ValueError: the run has no name, its folder won't stay, or its checkpoints have the form
-            of another storage.
-    """
+    """Refuse a launch that couldn't continue its run, before anything is written."""
     if config.run_name is None:
         raise ValueError(
             "run_name: a job or a script has none, so a second try would start over. Add a "
@@ -152,12 +147,9 @@ def _check_tokens(config: TrainingConfig) -> dict:
     Their manifest; {} if there is none.
     """
     path = Path(config.data_dir) / "manifest.json"
-    if not path.exists():
-        token_files.check(config)
-        return {}
-    manifest = json.loads(path.read_text())
+    manifest = json.loads(path.read_text()) if path.exists() else {}
     ours = f"tokenizer: {tokenization.identity(config.tokenizer)}"
-    if ours not in manifest["made_from"]:
+    if manifest and ours not in manifest["made_from"]:
         theirs = [x for x in manifest["made_from"] if x.startswith("tokenizer: ")]
         raise ValueError(
             f"data_dir: {config.data_dir} holds tokens of {theirs}, and this configuration's "
@@ -192,12 +184,6 @@ def _check_slices(config: TrainingConfig, scaling: ScalingConfig) -> None:
             f"fsdp x tensor_parallel is {model}: expected a divisor of the {chips} chips of a "
             f"slice, topology {scaling.topology}, because only data goes over several slices"
         )
-    for workers in (scaling.min_workers, scaling.max_workers):
-        if workers * scaling.num_tpus_per_worker % chips:
-            raise ValueError(
-                f"num_workers: {workers} with {scaling.num_tpus_per_worker:g} chips each are "
-                f"no whole slices of {chips} chips, topology {scaling.topology}"
-            )
 
 
 def _compare_with_cluster(scaling: ScalingConfig) -> None:

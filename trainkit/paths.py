@@ -12,18 +12,13 @@ def absolute(place: str) -> str:
     """A path that means the same to workers, which run in folders of their own.
 
     Raises:
-        ValueError: it names a variable that isn't set here, or has options after a `?`.
+        ValueError: it names a variable that isn't set here.
     """
     place = os.path.expandvars(place.removeprefix("file://"))
     if "$" in place:
         raise ValueError(f"{place} names a variable that isn't set")
-    if is_object_store(place) and "?" in place:
-        raise ValueError(
-            f"{place}: in place of what follows the ?, which not all libraries read, set "
-            "variables such as AWS_ENDPOINT_URL_S3 on every node"
-        )
     if is_object_store(place):
-        return place
+        return place.rstrip("/")
     return os.path.abspath(os.path.expanduser(place))
 
 
@@ -51,11 +46,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     """
     folder = Path(folder).resolve()  # a link stays one
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        error.add_note(f"{folder} can't be made there.")
-        raise
+    partial.mkdir(parents=True)
     try:
         yield partial
         partial.rename(folder)

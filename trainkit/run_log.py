@@ -9,9 +9,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import ray.train
 from ray.experimental import tqdm_ray
@@ -97,9 +97,6 @@ class RunLog:
         If a number since then is infinite or NaN, gives None, sets `diverged`, on all workers,
         and leaves a note, with which `fit` and later launches raise an error: Ray would try
         again what a worker raises.
-
-        Raises:
-            ValueError: a metric isn't a scalar.
         """
         faulthandler.dump_traceback_later(self._config.stall_timeout_s, exit=True)
         self._recent[step] = metrics
@@ -113,11 +110,6 @@ class RunLog:
             self._lines.bar.update()
         if not saving and step % self._config.log_interval:
             return None
-        for name, value in metrics.items():
-            if shape := jnp.shape(value):
-                raise ValueError(
-                    f"metrics: expected scalars, found {name} of shape {shape}"
-                )
         speed = self._speed(step, saving, seen)
         recent = jax.tree.map(float, jax.device_get(self._recent))
         self._recent = {}
@@ -255,7 +247,7 @@ def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
     of_no_layer = (arrays[name] for name in names if not re.search(r"\.\d+\.", name))
     if not any(x.ndim > 1 and x.shape[-1] == V for x in of_no_layer):  # an output layer
         names += [name for name in looked_up if arrays[name].shape[0] == V]
-    size = config.model.get("head_dim", config.n_embd / config.n_head)
+    size: Any = config.model.get("head_dim", config.n_embd / config.n_head)
     attention = int(12 * config.n_layer * config.n_head * size * config.block_size)
     return 6 * sum(arrays[name].size for name in names) + attention
 

@@ -31,11 +31,8 @@ def open_tokens(config: TrainingConfig, split: str) -> np.ndarray:
         FileNotFoundError: it hasn't been made.
         ValueError: it is empty, or ends within a token.
     """
-    path = path_of(config, split)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} isn't there: run the cell with corpus.write")
+    path, each = path_of(config, split), np.dtype(config.token_dtype).itemsize
     size = path.stat().st_size
-    each = np.dtype(config.token_dtype).itemsize
     if not size or size % each:
         raise ValueError(f"{path} has {size} bytes; expected {each} for each token")
     return np.memmap(path, dtype=config.token_dtype, mode="r")
