@@ -145,9 +145,9 @@ def unnamed(arrays: dict[str, jax.Array], like):
 
 
 def fit_line_and_survive(settings: dict, log) -> None:
+    use_assigned_gpus()
     faulthandler.dump_traceback_later(600, exit=True)  # the guard
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of every file
-    use_assigned_gpus()
     mesh = Mesh(jax.devices(), "data")
     by_rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     to_array = partial(jax.make_array_from_process_local_data, by_rows)

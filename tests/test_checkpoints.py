@@ -158,6 +158,7 @@ def test_a_run_that_diverges_ends_and_saves_nothing_bad(
         play(config)
     assert saved(config) == ["step_00000004"]
     assert [line["step"] for line in log_of(config)] == [3, 4]
+    run_lock._lock.release()  # as the end of its process does
     with pytest.raises(FloatingPointError, match="run diverged at step 5: .*loss nan"):
         run_lock.wait_for_workers(config)
     (config.run_path / "diverged.txt").unlink()
@@ -453,7 +454,7 @@ def test_a_model_trained_by_any_kernel_runs_here(
 
 
 def test_a_model_takes_all_of_a_checkpoint_or_nothing(
-    tutorial, play, config, monkeypatch
+    tutorial, play, config, monkeypatch, tmp_path
 ):
     """Edited since, it would generate from a part of the weights, in silence."""
     play(replace(config, max_steps=1))
@@ -479,13 +480,17 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
         with pytest.raises(ValueError, match=f"other arrays .*step_00000001.*{words}"):
             checkpoint_reader.load_model(checkpoint, create, tutorial.named)
 
+    (whole(config)[0] / "commit_success.txt").rename(tmp_path / "commit")
+    with pytest.raises(ValueError, match="expected a whole checkpoint"):
+        checkpoint_reader.load_model(checkpoint, create_model, tutorial.named)
+    (tmp_path / "commit").rename(f"{checkpoint.path}/commit_success.txt")
+
     # A launch of it, too, and one with another optimizer, before workers start.
     parts = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
     shapes = partial(dry_run.check_sharding, config, 1, *parts)
     checkpoint_reader.check_start(config, shapes())
-    checkpoint_reader.check_start(
-        replace(config, n_embd=64), {}
-    )  # recipe.compare names the key
+    wider = replace(config, n_embd=64)  # of which recipe.compare names the key
+    checkpoint_reader.check_start(wider, {})
     monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
     with pytest.raises(ValueError, match="step_0.* has opt_state.1.* None"):
         checkpoint_reader.check_start(config, shapes())

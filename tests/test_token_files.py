@@ -50,7 +50,7 @@ def test_files_must_be_as_their_manifest_says(small, write_bins):
 
 def test_a_digest_tells_tokens_from_others(small, write_bins):
     config = small()
-    with pytest.raises(FileNotFoundError, match="the cell with corpus.write"):
+    with pytest.raises(FileNotFoundError, match="data/train.bin"):
         token_files.digest(config)
     changes = ({}, {"seed": 1}, {"val_tokens": 402}, {})
     found = [token_files.digest(write_bins(config, **each)) for each in changes]
