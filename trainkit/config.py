@@ -186,16 +186,16 @@ class TrainingConfig(RecipeConfig):
         """
         model = self.fsdp * self.tensor_parallel
         shards = devices // self.tensor_parallel
-        if devices % model or self.batch_size % shards:
+        if devices % model:
             raise ValueError(
-                f"{devices} devices: expected a multiple of fsdp x tensor_parallel ({model}), "
-                f"and {shards} to divide batch_size ({self.batch_size})"
+                f"{devices} devices: expected a multiple of fsdp x tensor_parallel ({model})"
             )
-        if self.eval_windows % shards:
-            raise ValueError(
-                f"eval_windows: {self.eval_windows} can't be shared by {devices} devices: "
-                f"expected a multiple of {shards}"
-            )
+        for key in ("batch_size", "eval_windows"):
+            if (windows := getattr(self, key)) % shards:
+                raise ValueError(
+                    f"{key}: {windows} can't be shared by {devices} devices: expected a "
+                    f"multiple of {shards}"
+                )
         windows = self.batch_size // shards
         parts = self.micro_batches(windows)
         return {
