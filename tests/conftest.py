@@ -39,6 +39,7 @@ import jax
 import numpy as np
 import pytest
 import ray
+from filelock import FileLock
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
@@ -50,7 +51,6 @@ STARTS = {
     "reference",
     "built",
     "browser",
-    "survivor",
     "bucket",
 }  # Ray, Sphinx, Chromium
 LONGEST = {"test_notebook.py", "test_tpu_slice.py", "test_trainer.py"}
@@ -201,17 +201,26 @@ def small(tmp_path):
 
 @pytest.fixture(scope="session")
 def reference(tutorial, write_bins, tmp_path_factory):
-    """The configuration of a run of two workers that nothing has happened to."""
+    """The configuration of a run of two workers that nothing has happened to.
+
+    One of the processes of pytest trains it, and the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     config = small_config(
-        tmp_path_factory.mktemp("reference"),
+        shared / "reference",
         n_layer=1,  # less to compile in each start
         max_steps=40,
         eval_interval=8,
         stall_timeout_s=90.0,  # longer than a first step on a busy machine
         max_failures=2,
     )
-    start_ray()
-    tutorial.make_trainer(write_bins(config), tutorial.train_loop_per_worker).fit()
+    with FileLock(shared / "reference.lock"):
+        if not (done := shared / "reference/done").exists():
+            start_ray()
+            write_bins(config)
+            tutorial.make_trainer(config, tutorial.train_loop_per_worker).fit()
+            done.touch()
     return config
 
 

@@ -42,31 +42,10 @@ def test_a_micro_batch_has_every_kth_window(tutorial, small):
     assert mean(largest, None, batch, config) == (3 + 4 + 5) / 3 + 15 / 3
 
 
-def test_only_data_crosses_slices(tutorial, small, monkeypatch):
-    """Whatever their number is. Other devices than TPUs are of one."""
-
-    class Chip:
-        platform, device_kind = "tpu", "TPU v0"
-
-        def __init__(self, number):
-            self.id = self.process_index = number
-
-    monkeypatch.setattr(ops, "slice_of", lambda chip: chip.id // 8)
-    monkeypatch.setattr(ops.mesh_utils, "create_device_mesh", split)
-    for count in (1, 3):
-        chips = [Chip(number) for number in range(8 * count)]
-        grid = ops.grid_of(chips, fsdp=2, tensor=2)
-        assert grid.shape == (2 * count, 2, 2)
-        for replica in grid:
-            assert len({chip.id // 8 for chip in replica.ravel()}) == 1
-    monkeypatch.undo()
+def test_other_devices_than_tpus_are_of_one_slice():
     gpu = SimpleNamespace(platform="gpu", slice_index=3)
     tpu = SimpleNamespace(platform="tpu", slice_index=3)
     assert (ops.slice_of(gpu), ops.slice_of(tpu)) == (0, 3)
-
-
-def split(shape, devices, **options) -> np.ndarray:
-    return np.array(devices).reshape(shape)
 
 
 def test_optimizers_of_another_form_and_models_that_say_their_own(
