@@ -45,15 +45,8 @@ from ray.cluster_utils import Cluster
 
 from trainkit.config import TrainingConfig
 
-STARTS = {
-    "cluster",
-    "head",
-    "reference",
-    "built",
-    "browser",
-    "bucket",
-}  # Ray, Sphinx, Chromium
-LONGEST = {"test_notebook.py", "test_tpu_slice.py", "test_trainer.py"}
+STARTS = {"cluster", "head", "reference", "bucket", "built", "browser"}
+LONGEST = "notebook trainer survive nodes gcs s3 sharding compile tpu_slice".split()
 
 
 def start_ray(address: str = "local") -> None:
@@ -122,8 +115,9 @@ def pytest_collection_modifyitems(items):
     """
 
     def order(item):  # in a file, the tests that share a cluster are the first
-        name = item.path.name
-        return name not in LONGEST, name, "cluster" not in item.fixturenames
+        name = item.path.stem.removeprefix("test_")
+        place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return place, name, "cluster" not in item.fixturenames
 
     items.sort(key=order)
     for item in items:
