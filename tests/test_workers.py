@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +12,6 @@ import ray
 import ray.train
 from accidents import as_worker
 from notebook_module import code_cells
-from ray.train.v2.jax import JaxConfig
 from samples import python
 
 import trainkit.launch
@@ -76,19 +74,6 @@ def test_what_else_a_driver_is_kept_from():
     names = "JAX_PLATFORMS", "RAY_TRAIN_ENABLE_PRINT_PATCH", "grpc_proxy"
     said = python(DRIVER, **dict.fromkeys(names))
     assert said == "cpu 0\n['', 'mine']\n0\n"
-
-
-@pytest.mark.slow
-def test_a_worker_notices_what_is_silent(tutorial, cluster, small, write_bins):
-    """Other tokens on its node, and workers that don't see one another."""
-    config = write_bins(small(max_failures=0))
-    trainer = tutorial.make_trainer(config, tutorial.train_loop_per_worker)
-    trainer.backend_config = JaxConfig()
-    with pytest.raises(ray.train.TrainingFailedError, match="JAX sees 1 of 2 workers"):
-        trainer.fit()
-    write_bins(config, seed=1)
-    with pytest.raises(ValueError, match="holds .*, and where the run was launched"):
-        as_worker(partial(trainkit.workers.start, trainer.train_loop_config))
 
 
 @pytest.fixture
