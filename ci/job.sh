@@ -33,4 +33,5 @@ yaml.dump(keys | {"run_name": run_name}, Path(target))
 PYTHON
 jupyter nbconvert --to script --output-dir build --output "$2" "$notebook" \
   --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_cell_tags=aside
+export TQDM_DISABLE=1 # a bar would fill the log with lines
 PYTHONPATH=. exec python "build/$2.py"

@@ -17,6 +17,7 @@ import trainkit.workers
 from trainkit import tokenization
 
 NODE = {"use_gpu": True, "resources_per_worker": {"GPU": 8}}
+GPUS = {"num_workers": 2, "use_gpu": True}
 SLICE = {"use_tpu": True, "topology": "4x4", "accelerator_type": "TPU-V6E"}
 
 
@@ -83,8 +84,8 @@ FAILS = [  # on the workers, otherwise
     ({"n_embd": 33}, "cannot reshape array"),
     ({"loss_chunks": 3}, "equal division"),
     ({"n_head": 1, "tensor_parallel": 2}, "axis sizes that are not even"),
-    ({"attention": "splash"}, "splash takes 512 tokens at once, and block_size, 16"),
-    ({"attention": "cudnn"}, "attention: cudnn computes in bfloat16"),
+    ({"attention": "splash"}, "attention: splash needs use_tpu in scaling"),
+    ({"attention": "cudnn", "scaling": GPUS}, "attention: cudnn computes in bfloat16"),
 ]
 
 
@@ -101,9 +102,12 @@ def test_what_would_fail_on_the_workers_fails_before(
 def test_kernels_that_the_driver_lacks_are_no_mistake(
     tutorial, small, write_bins, cluster
 ):
-    """It has no GPU."""
-    config = write_bins(small(attention="cudnn", compute_dtype="bfloat16"))
-    tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+    """It has no GPU. What they can't take is one."""
+    gpus = {"attention": "cudnn", "compute_dtype": "bfloat16", "scaling": GPUS}
+    tutorial.make_trainer(write_bins(small(**gpus)), tutorial.train_loop_per_worker)
+    parts = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
+    with pytest.raises(ValueError, match="splash takes 512 .* and block_size, 16"):
+        trainkit.dry_run.check_sharding(small(attention="splash"), 1, *parts)
 
 
 def holder() -> nnx.Module:

@@ -53,3 +53,4 @@ def test_a_folder_is_told_from_the_name_of_a_model_on_a_hub(tmp_path, monkeypatc
         assert paths.path_or_name(name) == str(tmp_path / "my/gpt2")
     for name in ("my", "openai-community/gpt2"):
         assert paths.path_or_name(name) == name
+    assert paths.path_or_name("./none") == str(tmp_path / "none")  # no hub is asked

@@ -44,6 +44,9 @@ def check(
         RuntimeError: workers of another launch have the run.
     """
     _check_folder(config)
+    needs = {"cudnn": "use_gpu", "splash": "use_tpu"}.get(config.attention)
+    if needs and not getattr(scaling, needs):
+        raise ValueError(f"attention: {config.attention} needs {needs} in scaling")
     devices = numbers_of_devices(scaling)
     _check_slices(config, scaling)
     for number in devices:

@@ -28,9 +28,13 @@ def is_object_store(place: str | os.PathLike) -> bool:
 
 
 def path_or_name(name: str) -> str:
-    """What is here by a name with a slash, as an absolute path; others are names of a hub."""
-    is_path = "/" in name and os.path.exists(
-        os.path.expanduser(os.path.expandvars(name))
+    """What is here by a name with a slash, as an absolute path; others are names of a hub.
+
+    What begins as no name of a hub does is a path, too.
+    """
+    path = os.path.expanduser(os.path.expandvars(name))
+    is_path = (
+        name.startswith((".", "/", "~", "$")) or "/" in name and os.path.exists(path)
     )
     return absolute(name) if is_path else name
 

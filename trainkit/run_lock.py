@@ -54,8 +54,9 @@ def note_divergence(config: TrainingConfig, found: str) -> None:
     """Leave a note in the run's folder that no launch should go on."""
     path = config.run_path / _DIVERGED
     path.write_text(
-        f"{config.run_name} diverged at {found}. What was saved before is good. Lower "
-        f"learning_rate in a new run. To go on with this one, delete {path}"
+        f"{config.run_name} diverged at {found}. Start another run, with a lower "
+        "learning_rate, or a branch of a checkpoint whose val_loss is good (branch_from). To "
+        f"go on with this one, delete {path}"
     )
 
 

@@ -118,7 +118,13 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download  # slow, and needed here only
 
     files = ["tokenizer.json", _SETTINGS]
-    return Path(snapshot_download(name, allow_patterns=files))
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:
+        error.add_note(
+            f"tokenizer: {name} is no file here, and was looked for on the hub."
+        )
+        raise
 
 
 @functools.lru_cache(8)
