@@ -146,11 +146,15 @@ class Linear(linear):
         super().__init__(*sizes, kernel_init=init, **options)
 
 nnx.Linear = Linear
-config, *_ = start(1, 2, 2)
+config, mesh, rows = start(1, 2, 2)
 given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
 dry_run.check_sharding(config, 4, *given)
-arrays = tutorial.named(run(1, 2, 2)[0])
-own = [" ".join(x.sharding.spec) for name, x in arrays.items() if name.endswith(".kernel")]
+with jax.set_mesh(mesh):
+    state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
+    windows = jax.device_put(windows_for(config, 1)[0], rows)
+    state, metrics = tutorial.train_step(state, windows, config)
+arrays = tutorial.named(state).items()
+own = [" ".join(x.sharding.spec) for name, x in arrays if name.endswith(".kernel")]
 print(json.dumps({
     "same": same, "half": half, "dropped": dropped, "plain": plain, "llama": others,
     "muon": [found["steps"] for _, found in muon], "names": names, "own": own}))

@@ -119,19 +119,10 @@ def place(tmp_path, monkeypatch):
         yield place
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("a folder", marks=pytest.mark.slow),
-        pytest.param("a mounted bucket", marks=pytest.mark.extra),
-        pytest.param("gs://", marks=pytest.mark.extra),
-    ],
-)
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", ["a folder", "a mounted bucket", "gs://"])
 def test_a_worker_and_then_the_driver_are_killed(tmp_path, place, kind):
-    """Each time, the run continues from its newest checkpoint, with the same losses.
-
-    In a folder, the page's own drill kills a worker.
-    """
+    """Each time, the run continues from its newest checkpoint, with the same losses."""
     storage, files = place(kind)
     line = ("\nstorage = anyscale", f"\nstorage = {storage} # anyscale")
     (tmp_path / "mine.py").write_text(program(tmp_path, line))
@@ -146,9 +137,8 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path, place, kind):
 
     with launched(tmp_path) as (driver, said):
         come(lambda: last_step(run) >= 16)
-        if kind != "a folder":
-            workers_of(driver.pid)[-1].send_signal(signal.SIGKILL)
-            come(lambda: "continues at step" in said.read_text())
+        workers_of(driver.pid)[-1].send_signal(signal.SIGKILL)
+        come(lambda: "continues at step" in said.read_text())
     assert "continues at step" in finish(tmp_path)
     # Of nine, two are kept, and what no driver had time to record.
     assert 2 <= len(whole(run)) <= 5
