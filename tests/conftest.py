@@ -48,7 +48,7 @@ from ray.cluster_utils import Cluster
 from trainkit.config import TrainingConfig
 
 STARTS = {"cluster", "head", "reference", "bucket", "built", "browser"}
-LONGEST = "notebook trainer survive nodes gcs s3 sharding checkpoints tpu_slice".split()
+LONGEST = "notebook trainer nodes gcs s3 sharding checkpoints tpu_slice".split()
 
 
 def start_ray(address: str = "local") -> None:
