@@ -16,6 +16,8 @@ os.environ["RAY_DATA_LOG_LEVEL"] = "WARNING"
 os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # 2 s is for long runs
 os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start
+os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"  # nobody reads them
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Nobody's dashboard, or Ray's cleaner could ask another test's, and end a run: upstream.md.
 os.environ["RAY_API_SERVER_ADDRESS"] = "http://127.0.0.1:9"
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # they would lack the package
@@ -46,7 +48,7 @@ from ray.cluster_utils import Cluster
 from trainkit.config import TrainingConfig
 
 STARTS = {"cluster", "head", "reference", "bucket", "built", "browser"}
-LONGEST = "notebook trainer survive nodes gcs s3 sharding compile tpu_slice".split()
+LONGEST = "notebook trainer nodes gcs s3 sharding checkpoints tpu_slice".split()
 
 
 def start_ray(address: str = "local") -> None:

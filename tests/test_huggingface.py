@@ -45,7 +45,6 @@ def test_the_same_function(tutorial, small, tmp_path):
     "change",
     [
         lambda tensors: tensors | {"lm_head.weight": tensors[WTE].copy()},
-        lambda tensors: {name: x.astype("float16") for name, x in tensors.items()},
         lambda tensors: {name: x.astype("bfloat16") for name, x in tensors.items()},
         # As in OpenAI's own files on the hub, whose names have no prefix
         lambda tensors: (

@@ -83,23 +83,22 @@ def start(data, fsdp, tensor, **changes):
     config = small_config("build", **sizes | changes)
     mesh = tutorial.create_mesh(config, jax.devices()[: data * fsdp * tensor])
     rows = tutorial.NamedSharding(mesh, tutorial.P(("data", "fsdp")))
-    jax.set_mesh(mesh)
-    return config, tutorial.abstract_state(config, mesh), rows
+    return config, mesh, rows
 
 def run(data, fsdp, tensor, k=1, jit=False, **changes):
     windows = 24 // (data * fsdp * k)
-    config, abstract, rows = start(
-        data, fsdp, tensor, device_batch_size=windows, **changes)
-    state, found = tutorial.first_state(config, abstract), []
-    batches = [jax.device_put(x, rows) for x in windows_for(config, 20)]
-    program = tutorial.train_step.lower(state, batches[0], config).compile()
-    step = tutorial.partial(tutorial.train_step, config=config) if jit else program
-    for windows in batches:  # GPT-2's program takes the state as it comes out
-        state, metrics = step(state, windows)
-        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    config, mesh, rows = start(data, fsdp, tensor, device_batch_size=windows, **changes)
+    with jax.set_mesh(mesh):
+        state, found = tutorial.first_state(config, tutorial.abstract_state(config, mesh)), []
+        batches = [jax.device_put(x, rows) for x in windows_for(config, 20)]
+        program = tutorial.train_step.lower(state, batches[0], config).compile()
+        step = tutorial.partial(tutorial.train_step, config=config) if jit else program
+        for windows in batches:  # GPT-2's program takes the state as it comes out
+            state, metrics = step(state, windows)
+            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return state, {
         "steps": found, "collectives": collectives(program.as_text()),
-        "devices": jax.sharding.get_mesh().device_ids.ravel().tolist()}
+        "devices": mesh.device_ids.ravel().tolist()}
 
 runs = (1, 1, 1, 1), (4, 1, 1, 3), (1, 4, 1, 3), (2, 2, 2, 3)
 same = {f"{(*mesh,)} {k}": run(*mesh, k)[1] for *mesh, k in runs}
@@ -110,13 +109,15 @@ dropped = [run(*mesh, k, dropout=0.2, n_layer=2, **changes)[1] for *mesh, k, cha
 
 plain = []
 for fsdp, tensor in (1, 1), (2, 2):
-    config, state, rows = start(4 // fsdp // tensor, fsdp, tensor, block_size=48)
+    config, mesh, rows = start(4 // fsdp // tensor, fsdp, tensor, block_size=48)
+    state = tutorial.abstract_state(config, mesh)
     windows = jax.ShapeDtypeStruct((24, 49), "uint16", sharding=rows)
     grad_fn = jax.value_and_grad(tutorial.loss_fn)
     mean = tutorial.accumulation.mean_over_batch
     for step in (tutorial.partial(mean, grad_fn), grad_fn):
         step = jax.jit(tutorial.partial(step, config=config))
-        program = step.lower(state.model, windows).compile()
+        with jax.set_mesh(mesh):
+            program = step.lower(state.model, windows).compile()
         gathered = re.findall(r"= \\w+\\[([\\d,]*)\\]\\S* all-gather", program.as_text())
         plain.append([program.cost_analysis()["flops"], gathered])
 
@@ -145,11 +146,15 @@ class Linear(linear):
         super().__init__(*sizes, kernel_init=init, **options)
 
 nnx.Linear = Linear
-config, *_ = start(1, 2, 2)
+config, mesh, rows = start(1, 2, 2)
 given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
 dry_run.check_sharding(config, 4, *given)
-arrays = tutorial.named(run(1, 2, 2)[0])
-own = [" ".join(x.sharding.spec) for name, x in arrays.items() if name.endswith(".kernel")]
+with jax.set_mesh(mesh):
+    state = tutorial.first_state(config, tutorial.abstract_state(config, mesh))
+    windows = jax.device_put(windows_for(config, 1)[0], rows)
+    state, metrics = tutorial.train_step(state, windows, config)
+arrays = tutorial.named(state).items()
+own = [" ".join(x.sharding.spec) for name, x in arrays if name.endswith(".kernel")]
 print(json.dumps({
     "same": same, "half": half, "dropped": dropped, "plain": plain, "llama": others,
     "muon": [found["steps"] for _, found in muon], "names": names, "own": own}))

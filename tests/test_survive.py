@@ -119,14 +119,8 @@ def place(tmp_path, monkeypatch):
         yield place
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("a folder", marks=pytest.mark.slow),
-        pytest.param("a mounted bucket", marks=pytest.mark.extra),
-        pytest.param("gs://", marks=pytest.mark.extra),
-    ],
-)
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", ["a folder", "a mounted bucket", "gs://"])
 def test_a_worker_and_then_the_driver_are_killed(tmp_path, place, kind):
     """Each time, the run continues from its newest checkpoint, with the same losses."""
     storage, files = place(kind)

@@ -46,7 +46,6 @@ def test_the_rate_is_that_of_the_optimizer(tutorial, small, monkeypatch):
     several = optax.MultiSteps(tutorial.create_optimizer(config), 2)
     without = optax.contrib.schedule_free_sgd(0.1)
     for optimizer, expected in (
-        (tutorial.create_optimizer(config), [0, 1, 2]),
         (optax.GradientTransformation(several.init, several.update), [0, 0, 1]),
         (without, []),
     ):
