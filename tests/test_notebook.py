@@ -18,22 +18,20 @@ from notebook_module import code_cells
 from ray.train import ScalingConfig
 from samples import python
 
-SERVER = "RAY_API_SERVER_ADDRESS"
 NUMBER = r"\d[\d,.]*(?:e-\d+)?"
 
 
 def run_notebook(folder: Path, *more_cells) -> list:
     """The code cells after `pytest --nbmake`, as ci/smoke.sh runs it, in `folder`.
 
-    With 40 steps of one layer, without a dashboard or the last cell, which `continue`'s own
-    test runs, and with the tests' options of XLA, which compile faster.
+    With 40 steps of one layer, without a dashboard, and with the tests' options of XLA, which
+    compile faster; ci/smoke.sh has none of these.
     """
     stop_ray()  # the processor is for the notebook's cluster
     folder.mkdir()
     notebook = nbformat.read(ROOT / "README.ipynb", as_version=4)
     (init,) = [cell for cell in notebook.cells if "ray.init(" in cell.source]
     init.source = init.source.replace("init(", "init(include_dashboard=False, ")
-    notebook.cells = [cell for cell in notebook.cells if cell.id != "continue"]
     notebook.cells += more_cells
     nbformat.write(notebook, folder / "README.ipynb")
     for name in ("configs", "trainkit"):
@@ -44,9 +42,8 @@ def run_notebook(folder: Path, *more_cells) -> list:
         text = re.sub(f"{key}: .*", f"{key}: {value}", text)
     smoke.write_text(text)
     command = "--nbmake --overwrite --nbmake-timeout=900 README.ipynb".split()
-    environment = {"GPT2_CONFIG": "configs/smoke.yaml", SERVER: None}
     pytest_itself = Path(sys.executable).with_name("pytest")
-    python(pytest_itself, *command, cwd=folder, **environment)
+    python(pytest_itself, *command, cwd=folder, GPT2_CONFIG="configs/smoke.yaml")
     return code_cells(folder / "README.ipynb")
 
 
@@ -96,7 +93,7 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
     Of cells whose text differs between machines, only that they show something.
     """
     shown = json.loads(render_readme.OUTPUTS.read_text())["cells"]
-    assert [*(cell.id for cell in executed), "continue"] == [*shown]
+    assert [cell.id for cell in executed] == [*shown]
     for cell in executed:
         texts = shown[cell.id]["text"], render_readme.text_of(cell, smoke_folder)
         # A line has a speed if there were steps of training alone since the one before.
@@ -107,6 +104,14 @@ def test_page_shows_what_the_cells_show(executed, smoke_folder):
         else:  # the kill's come in any order, the worker's own and what Ray says of them
             same = cell.id == "drill" and {*page} == {*ours}
             assert page == ours or same, cell.id
+
+
+@pytest.mark.slow
+def test_others_say_little(executed):
+    """Nothing of what they send, ask for, and open."""
+    outputs = [output for cell in executed for output in cell.outputs]
+    said = "".join(o.text for o in outputs if o.get("name") == "stderr")
+    assert not re.findall("Requesting resources|file package|CheckpointHandler", said)
 
 
 def edited(name: str, *edits: tuple[str, str]):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,13 @@ def place(tmp_path, monkeypatch):
             return "Path('gs://models/runs')", epath.Path("gs://models/runs")
 
         yield place
+
+
+@pytest.mark.slow
+def test_the_file_runs_as_it_is(tmp_path):
+    shutil.copy(ROOT / "examples/survive.py", tmp_path / "mine.py")
+    assert "step 24 | loss 0.000408" in finish(tmp_path)
+    assert last_step(tmp_path / "storage/my-run") == 24
 
 
 @pytest.mark.extra
