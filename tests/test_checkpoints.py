@@ -193,7 +193,9 @@ def test_a_disk_that_is_full_at_any_save_loses_nothing(play, config, tmp_path, t
         assert_equal_runs(harmed, config)
 
 
-def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
+def test_what_is_saved_is_what_was_there(
+    tutorial, config, reports, restore, monkeypatch
+):
     """Though training goes on with donated buffers, which NumPy shares on a CPU."""
     assert restore().step == 0 and not reports
     about = {"config": asdict(config), "tokens": None}
@@ -205,7 +207,11 @@ def test_what_is_saved_is_what_was_there(tutorial, config, reports, restore):
         windows = np.zeros((4, 17), np.uint16)
         trained, _ = tutorial.train_step(trained, windows, config)
     saving.result()
+    by_one, asked = checkpoint_reader.by_one_replica, []
+    note = lambda mesh: asked.append(mesh) or by_one(mesh)  # noqa: E731
+    monkeypatch.setattr(checkpoint_reader, "by_one_replica", note)
     state = restore()
+    assert asked == [tutorial.create_mesh(config)]
     assert jax.tree.structure(state) == jax.tree.structure(trained)
     for found, array in zip(jax.tree.leaves(state), expected, strict=True):
         np.testing.assert_array_equal(found, array)

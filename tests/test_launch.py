@@ -159,6 +159,7 @@ def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
     identity = f"tokenizer: {tokenization.identity('builtin')}"
     manifest = {"made_from": [identity], "tokens": {"train": 2_001, "val": 401}}
     manifest["largest_id"] = {"train": 520, "val": 520}
+    manifest["bytes"] = {"train": 9_999, "val": 4 * 401}
     path = Path(config.data_dir) / "manifest.json"
     for text in ("", json.dumps(manifest)):  # also without one, as nanoGPT's files are
         if text:
@@ -170,20 +171,11 @@ def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
         ):
             with pytest.raises(ValueError, match=words):
                 trainkit.launch.settings(replace(config, **changes))
+    found = trainkit.launch.settings(config)["val"]
+    assert found == {"windows": 25, "bytes_per_token": 4.0}
     path.write_text(json.dumps(manifest | {"made_from": ["tokenizer: another"]}))
     with pytest.raises(ValueError, match="holds tokens of .'tokenizer: another'"):
         trainkit.launch.settings(config)
-
-
-def test_the_model_that_the_notebook_makes_is_looked_at(
-    tutorial, small, write_bins, cluster, monkeypatch
-):
-    """As what `make_trainer` is given, with all its arrays."""
-    config, model = write_bins(small()), tutorial.create_model(small())
-    model.h[0].mlp.c_fc.kernel = model.h[1].mlp.c_fc.kernel
-    monkeypatch.setattr(tutorial, "create_model", lambda config: model)
-    with pytest.raises(ValueError, match="create_model: h.1.*also h.0.mlp.c_fc.kernel"):
-        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 
 def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, capsys):

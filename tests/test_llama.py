@@ -20,6 +20,7 @@ from samples import losses_alone
 import trainkit.config_files
 import trainkit.huggingface
 import trainkit.launch
+import trainkit.run_log
 import trainkit.tokenization
 from trainkit import checkpoint_reader
 from trainkit.generate import generate
@@ -117,6 +118,19 @@ def test_a_key_that_nobody_reads_is_refused(llama, small, tutorial, monkeypatch)
     given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
     with pytest.raises(ValueError, match="model: .* read n_kv_head"):
         trainkit.dry_run.check_sharding(small(model={"n_kv_head": 1}), 1, *given)
+
+
+def test_its_first_weights_and_its_arithmetic(llama, small):
+    """For MFU; heads may be wider than the model."""
+    config = small(**llamas.SHAPES["qwen3, wide heads"])
+    arrays = {
+        f"model.{k}": x for k, x in llama.named(llama.create_model(config)).items()
+    }
+    for name, x in arrays.items():
+        assert name.endswith("scale") or np.std(x) == pytest.approx(0.02, rel=0.1), name
+    weights = sum(x.size for x in arrays.values())
+    expected = 6 * weights + 12 * 2 * (6 * 16) * 40  # layers, heads, tokens
+    assert trainkit.run_log.flops_per_token(config, arrays) == expected
 
 
 def test_other_frequencies_are_refused(llama, small):

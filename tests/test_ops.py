@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import llamas
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from samples import windows_for
 
 from trainkit import ops
 
@@ -96,6 +98,33 @@ def test_dropout_is_of_row_layer_place_and_step(tutorial, small):
     np.testing.assert_allclose(1 - rows.mean(axis=1), 0.25, atol=0.05)
     agree = (rows[:, None] == rows).mean(axis=-1)[~np.eye(len(rows), dtype=bool)]
     np.testing.assert_allclose(agree, 0.75**2 + 0.25**2, atol=0.06)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama, one group"])
+def test_what_a_model_drops(tutorial, llama, small, monkeypatch, kind):
+    """Of its embeddings, and of what attention and MLP add, each by itself."""
+    module = llama if kind in llamas.SHAPES else tutorial
+    config, seen = small(**llamas.SHAPES.get(kind, {}), dropout=0.5), []
+    keys = ops.row_keys(config, 0)
+    model = module.create_model(config)
+    for part in (module.Attention, module.MLP):
+        monkeypatch.setattr(part, "__call__", lambda self, x: jnp.ones_like(x))
+    block = module.Block(config, rngs=nnx.Rngs(0))
+    y = block(jnp.zeros((4, 16, config.n_embd)), keys)
+    assert {*np.unique(y)} == {0, 2, 4}  # both, one, or none of the two is dropped
+    monkeypatch.setattr(ops, "run_blocks", lambda _, x, *more: seen.append(x) or x)
+    model.features(jnp.zeros((4, 16), int), keys)
+    assert float((seen[0] == 0).mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_step_has_masks_of_its_own_and_takes_its_state(tutorial, small):
+    config, losses = small(dropout=0.5), set()
+    (windows,) = windows_for(config, 1)
+    for step in (0, 1):
+        state = tutorial.create_state(config)._replace(step=jnp.int32(step))
+        losses.add(float(tutorial.train_step(state, windows, config)[1]["loss"]))
+        assert all(x.is_deleted() for x in jax.tree.leaves(state))  # for the next one
+    assert len(losses) == 2
 
 
 def test_without_dropout_nothing_is_drawn(tutorial, small):

@@ -1,6 +1,7 @@
 """Loads what `save` has written: the state by one replica, or the model alone."""
 
 import dataclasses
+import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -41,6 +42,14 @@ def start_of(config: TrainingConfig) -> epath.PathLike | None:
     if config.run_name is None or config.storage_path.startswith("s3://"):
         return None
     return newest(config.run_path) or config.branch_from
+
+
+def about_newest(folder: epath.Path) -> dict | None:
+    """What was saved beside the arrays of a run's newest checkpoint, if it has one."""
+    if os.fspath(folder).startswith("s3://"):
+        return s3.about(folder)
+    path = newest(folder)
+    return about("run_name", str(path)) if path else None
 
 
 def about(key: str, folder: str) -> dict:
@@ -167,6 +176,8 @@ def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> N
         if all(saved.get(x, {}) == getattr(config, x) for x in SHAPE):
             _compare(str(path), shapes)
     elif config.init_from and is_one(config.init_from):
+        if about_newest(config.run_path):  # in s3://
+            return
         weights = {name: x for name, x in shapes.items() if name.startswith("model.")}
         _compare(config.init_from, weights, "model.")
 

@@ -69,11 +69,11 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
 
 def _shape_of_run(init_from: str, values: dict) -> dict[str, Any]:
     """That of the run's own checkpoints, which don't need what they started from."""
-    storage = paths.absolute(values["storage_path"])
-    if storage.startswith("s3://") or not values.get("run_name"):
+    if not values.get("run_name"):
         return {}
-    path = checkpoint_reader.newest(epath.Path(storage) / values["run_name"])
-    saved = checkpoint_reader.about("run_name", str(path))["config"] if path else {}
+    storage = epath.Path(paths.absolute(values["storage_path"]))
+    own = checkpoint_reader.about_newest(storage / values["run_name"])
+    saved = own["config"] if own else {}
     if saved.get("init_from") != init_from:
         return {}
     return {key: saved[key] for key in SHAPE if key in saved}

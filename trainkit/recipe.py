@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from trainkit import checkpoint_reader, s3
+from trainkit import checkpoint_reader
 from trainkit.config import SHAPE, RecipeConfig, TrainingConfig
 
 
@@ -26,12 +26,7 @@ def compare(config: TrainingConfig, tokens: Mapping) -> dict | None:
         ValueError: key by key, what it was, and what it is. Or `branch_from` names no
             checkpoint, or isn't where the run's own checkpoints began.
     """
-    if config.storage_path.startswith("s3://"):
-        own = s3.about(config.run_path)
-    else:
-        path = checkpoint_reader.newest(config.run_path)
-        own = checkpoint_reader.about("run_name", str(path)) if path else None
-    if own:
+    if own := checkpoint_reader.about_newest(config.run_path):
         branch = own.get("branch")
         began = branch and branch["from"]
         if config.branch_from not in (None, began):

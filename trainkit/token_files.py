@@ -117,7 +117,8 @@ def _order(seed: int, epoch: int, windows: int) -> np.ndarray:
 
 def _version(found: os.stat_result) -> tuple[int, int]:
     """What a file has that is written anew: the same on all nodes, as its inode may not be."""
-    return found.st_size, int(found.st_mtime)  # mounts differ in parts of a second
+    # Mounts differ in parts of a second.
+    return found.st_size, found.st_mtime_ns // 10**9
 
 
 class Windows:
