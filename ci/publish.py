@@ -90,7 +90,7 @@ def make_notebook(source: str) -> nbformat.NotebookNode:
     after = nbformat.v4.new_markdown_cell(rest, id="after-install")
     place = cells.index(setup) + 1
     cells[place:place] = [install, after] if rest else [install]
-    (init,) = [c for c in cells if "\nray.init(" in f"\n{c.source}"]
+    (init,) = [c for c in cells if c.cell_type == "code" and "ray.init(" in c.source]
     pip = f'runtime_env={{"pip": "{LOCK}", '
     init.source = init.source.replace("runtime_env={", pip)
     for cell in cells:

@@ -557,6 +557,16 @@ def test_one_of_several_replicas_reads(shape, by_one):
     assert context.array.loading.use_load_and_broadcast == by_one
 
 
+def test_a_run_in_a_bucket_needs_no_weights_once_it_has_checkpoints(
+    config, monkeypatch
+):
+    """What it started with may be gone."""
+    run = replace(config, storage_path="s3://bucket/runs", init_from="/gone")
+    for own, expected in ((None, True), ({"config": {}}, False)):
+        monkeypatch.setattr(s3, "about", lambda folder, own=own: own)
+        assert checkpoint_reader.takes_weights(run) == expected
+
+
 def test_of_a_bucket_only_whole_checkpoints_count(
     tutorial, play, config, restore, monkeypatch
 ):

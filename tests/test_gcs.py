@@ -52,7 +52,7 @@ def test_a_worker_is_killed(tutorial, run, reference):
     """The run ends as if nothing had happened. The best checkpoints and the latest are kept,
     and the model in the best is read from there.
     """
-    config, loop = run(max_steps=24), train_loop_of(tutorial, 0.02)
+    config, loop = run(max_steps=24), train_loop_of(tutorial, 0.1)
     fit = partial(tutorial.fit, tutorial.make_trainer(config, loop))
     with in_the_background(fit) as finish:
         wait_for(lambda: saved(config), what="a checkpoint")

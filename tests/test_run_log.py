@@ -92,7 +92,7 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
             for step in (1, 2):
                 log.add(step, {"loss": 1.0}, False)
                 files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
-            with pytest.raises(ValueError, match=r"found norms of shape \(3,\)"):
+            with pytest.raises(TypeError):  # it is no scalar
                 log.add(3, {"loss": 1.0, "norms": np.ones(3)}, False)
         for bad in (math.inf, math.nan):
             with run_log.RunLog(settings_of(config), at_step(2)) as log:
@@ -222,7 +222,7 @@ from trainkit.run_log import RunLog
 def wait_in_c(seconds):
     ctypes.PyDLL(None).sleep(seconds)  # which keeps the interpreter's lock
 
-config = TrainingConfig(storage_path=sys.argv[1], run_name="run", stall_timeout_s=2.0)
+config = TrainingConfig(storage_path=sys.argv[1], run_name="run", stall_timeout_s=4.0)
 config.run_path.mkdir(parents=True)
 
 def loop():
@@ -230,7 +230,7 @@ def loop():
         for step in range(1, 4):
             time.sleep(0.8)
             log.add(step, {"loss": 1.0}, False)
-    time.sleep(2.5)
+    time.sleep(4.5)
     print("outside, nothing is watched", flush=True)
     with RunLog({"config": vars(config)}, {"step": jax.numpy.array(4)}) as log:
         wait_in_c(60)

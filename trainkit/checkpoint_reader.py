@@ -44,6 +44,13 @@ def start_of(config: TrainingConfig) -> epath.PathLike | None:
     return newest(config.run_path) or config.branch_from
 
 
+def takes_weights(config: TrainingConfig) -> bool:
+    """Whether a run starts with those of `init_from`, for it has no checkpoint of its own."""
+    if not config.init_from or start_of(config):
+        return False
+    return config.run_name is None or not about_newest(config.run_path)  # in s3://, too
+
+
 def about_newest(folder: epath.Path) -> dict | None:
     """What was saved beside the arrays of a run's newest checkpoint, if it has one."""
     if os.fspath(folder).startswith("s3://"):
@@ -175,11 +182,9 @@ def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> N
         saved = about("branch_from, run_name", str(path))["config"]
         if all(saved.get(x, {}) == getattr(config, x) for x in SHAPE):
             _compare(str(path), shapes)
-    elif config.init_from and is_one(config.init_from):
-        if about_newest(config.run_path):  # in s3://
-            return
+    elif takes_weights(config) and is_one(str(config.init_from)):
         weights = {name: x for name, x in shapes.items() if name.startswith("model.")}
-        _compare(config.init_from, weights, "model.")
+        _compare(str(config.init_from), weights, "model.")
 
 
 def _compare(folder: str, here: dict[str, tuple], part: str = "") -> None:

@@ -111,7 +111,7 @@ class TrainingConfig(RecipeConfig):
     max_steps: PositiveInt = 600_000
     log_interval: PositiveInt = 100  # steps
     eval_interval: PositiveInt = 1_000  # steps; a checkpoint follows each evaluation
-    save_interval: PositiveInt | None = None  # steps; None: after evaluations only
+    save_interval: PositiveInt | None = None  # steps, between those of evaluations
     keep_every: Annotated[int, Field(ge=0)] = 0  # steps whose checkpoints stay; 0: none
     notice_interval: PositiveInt = 10  # steps; whether a machine will be taken away
     eval_windows: PositiveInt = 4_320  # the first ones of val.bin; here, nearly all

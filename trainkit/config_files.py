@@ -11,6 +11,7 @@ from typing import Any
 
 import pydantic
 from etils import epath
+from ray.train import ScalingConfig
 from ruamel.yaml import YAML
 
 from trainkit import checkpoint_reader, huggingface, paths, tokenization
@@ -62,9 +63,11 @@ def load_config(path: str | Path, root: str | Path, **changes) -> TrainingConfig
                 )
         values |= shape
     try:
-        return TrainingConfig(**(places | values))
+        config = TrainingConfig(**(places | values))
     except pydantic.ValidationError as error:
         raise ValueError(f"{path}: {error}") from None
+    ScalingConfig(**config.scaling)  # Ray's errors come before tokens are made
+    return config
 
 
 def _shape_of_run(init_from: str, values: dict) -> dict[str, Any]:

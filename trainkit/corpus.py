@@ -29,8 +29,8 @@ def write(config: TrainingConfig, dataset: Callable, tokenize: Callable) -> dict
 
     Raises:
         FileExistsError: the tokens were made in another way, or there are other files.
-        ValueError: as `documents.read` and `token_files.check`, or one part has no documents or
-            most of the other's, or the source of a function can't be compared next time.
+        ValueError: as `documents.read` and `token_files.check`, or a part has no documents, or
+            train has over a quarter of val's, or a function can't be compared next time.
     """
     made_from = _describe(config, dataset, tokenize)
     if existing := _existing(config, made_from):

@@ -86,7 +86,8 @@ def check_sharding(
         more = () if keys is None else (keys[: len(windows)],)
         return loss_fn(model, windows, traced, *more)
 
-    is_published = config.init_from and not checkpoint_reader.is_one(config.init_from)
+    is_published = not checkpoint_reader.is_one(str(config.init_from))
+    is_published &= checkpoint_reader.takes_weights(config)
 
     def trace():
         with jax.sharding.use_abstract_mesh(mesh):
@@ -94,7 +95,7 @@ def check_sharding(
             state = abstract_state(traced, mesh)
             shapes = _check_shards(state, mesh)
             jax.eval_shape(loss, state.model, windows)
-            if is_published and not checkpoint_reader.start_of(config):
+            if is_published:
                 huggingface.check(config, state.model)
         return shapes
 

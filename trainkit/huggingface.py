@@ -102,6 +102,11 @@ def load_weights(config: TrainingConfig, model: nnx.Module) -> nnx.Module:
     stored = {k: x for path in _files(folder) for k, x in load_file(path).items()}
     tensors = _to_names(stored, shapes)
     _compare(folder, {name: x.shape for name, x in tensors.items()}, shapes)
+    for name, x in tensors.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"init_from: {folder} has {name} as {x.dtype}, expected floats"
+            )
     if _HEAD not in shapes and _HEAD in tensors:
         head = tensors.pop(_HEAD)
         if not any(np.array_equal(head, x) for x in tensors.values()):

@@ -42,6 +42,7 @@ def check(
         ValueError: the run couldn't be continued, the workers can't share a batch, an array
             can't be sharded, or the model or its loss can't be traced.
         RuntimeError: workers of another launch have the run.
+        FloatingPointError: it has diverged, and nobody said to go on.
     """
     _check_folder(config)
     needs = {"cudnn": "use_gpu", "splash": "use_tpu"}.get(config.attention)
@@ -151,13 +152,14 @@ def _check_tokens(config: TrainingConfig) -> dict:
     """
     path = Path(config.data_dir) / "manifest.json"
     manifest = json.loads(path.read_text()) if path.exists() else {}
-    ours = f"tokenizer: {tokenization.identity(config.tokenizer)}"
-    if manifest and ours not in manifest["made_from"]:
+    if manifest:
+        ours = f"tokenizer: {tokenization.identity(config.tokenizer)}"
         theirs = [x for x in manifest["made_from"] if x.startswith("tokenizer: ")]
-        raise ValueError(
-            f"data_dir: {config.data_dir} holds tokens of {theirs}, and this configuration's "
-            f"are [{ours!r}]. Set tokenizer or data_dir"
-        )
+        if ours not in theirs:
+            raise ValueError(
+                f"data_dir: {config.data_dir} holds tokens of {theirs}, and this "
+                f"configuration's are [{ours!r}]. Set tokenizer or data_dir"
+            )
     token_files.check(config, manifest)
     return manifest
 
