@@ -74,7 +74,12 @@ def submit(tmp_path):
     ready = f"ray job submit --address http://{context.dashboard_url} -- true"
     wait = f"for _ in {{1..20}}; do RAY_AUTH_MODE=token {ready} && break; done\n"
     shell = "import os, sys; os.execvp('bash', ['bash', '-ec', *sys.argv[1:]])"
-    ours = {"RAY_ADDRESS": None, "RAY_AUTH_MODE": None}  # which `ray.init` sets here
+    names = (
+        "RAY_ADDRESS",
+        "RAY_AUTH_MODE",
+        "RAY_API_SERVER_ADDRESS",
+    )  # which are set here
+    ours = dict.fromkeys(names)
 
     def submit(**changes) -> str:
         settings = YAML().load((ROOT / "configs/smoke.yaml").read_text()) | changes
