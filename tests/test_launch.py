@@ -41,6 +41,13 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     found = trainkit.launch.environment(config, scaling)
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "data-jax-cache")
+    for changes, kept in (
+        ({}, False),
+        ({"fsdp": 2}, True),
+        ({"fsdp": 2, "scan_layers": True}, False),
+    ):
+        flags = trainkit.launch.environment(small(**changes), scaling)["XLA_FLAGS"]
+        assert ("NO_UNROLL" in flags) == (kept and platform == "cuda")
 
 
 EVAL = "eval_windows: 6 can't be shared by 4 devices: expected a multiple of 4"
@@ -199,6 +206,9 @@ def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, ca
         trainer = tutorial.make_trainer(changed, tutorial.train_loop_per_worker)
         assert re.search(words, capsys.readouterr().out)
     assert trainer.run_config.failure_config.controller_failure_limit == 60  # minutes
+    kept = trainer.run_config.checkpoint_config  # the best, also if the loss rises
+    assert (kept.num_to_keep, kept.checkpoint_score_order) == (2, "min")
+    assert kept.checkpoint_score_attribute == "val_loss"
 
 
 def test_a_launch_without_a_name_is_refused(small):

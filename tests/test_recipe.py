@@ -127,6 +127,14 @@ def test_the_first_worker_of_another_node_takes_no_lock(config, monkeypatch):
     assert not config.run_path.exists()
 
 
+def test_a_run_that_diverged_in_a_bucket_is_refused_too(config, monkeypatch):
+    monkeypatch.setattr(run_lock.paths, "is_object_store", lambda place: True)
+    config.run_path.mkdir(parents=True)
+    run_lock.note_divergence(config, "step 3")
+    with pytest.raises(FloatingPointError, match="run diverged at step 3"):
+        run_lock.wait_for_workers(config)
+
+
 def test_one_launch_at_a_time(config, monkeypatch, capfd):
     """Who has the run is named; or that the file system has no locks."""
     monkeypatch.setattr(run_lock, "PATIENCE", 1)

@@ -108,6 +108,23 @@ def test_a_line_is_appended_and_metrics_are_scalars(small):
     assert files[0] != files[1] == files[2] == files[3]
 
 
+def test_a_bucket_has_all_lines_at_the_end(small, monkeypatch):
+    """An object can't grow: it is written anew at a save, and when the loop ends."""
+    monkeypatch.setattr(run_log.paths, "is_object_store", lambda place: True)
+    config = small(log_interval=1)
+    config.run_path.mkdir(parents=True)
+
+    def loop() -> None:
+        with run_log.RunLog(settings_of(config), at_step(0)) as log:
+            for step in (1, 2, 3):
+                log.add(step, {"loss": 1.0}, step == 2)
+                written = [line["step"] for line in log_of(config)]
+                assert written == ([1, 2] if step > 1 else [])
+
+    as_worker(loop)
+    assert [line["step"] for line in log_of(config)] == [1, 2, 3]
+
+
 def test_a_tracker_that_hangs_holds_nothing_up(small, monkeypatch, capfd):
     """Neither the steps nor, for long, the end of the run."""
     monkeypatch.setattr(run_log, "_PATIENCE", 1)
@@ -227,7 +244,7 @@ config.run_path.mkdir(parents=True)
 
 def loop():
     with RunLog({"config": vars(config)}, {"step": jax.numpy.array(0)}) as log:
-        for step in range(1, 4):
+        for step in range(1, 8):
             time.sleep(0.8)
             log.add(step, {"loss": 1.0}, False)
     time.sleep(4.5)
