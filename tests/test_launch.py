@@ -13,6 +13,7 @@ from flax import nnx
 from ray.train import ScalingConfig
 
 import trainkit.launch
+import trainkit.run_lock
 import trainkit.workers
 from trainkit import tokenization
 
@@ -183,6 +184,17 @@ def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):
     path.write_text(json.dumps(manifest | {"made_from": ["tokenizer: another"]}))
     with pytest.raises(ValueError, match="holds tokens of .'tokenizer: another'"):
         trainkit.launch.settings(config)
+
+
+def test_a_run_that_has_diverged_is_not_launched(tutorial, small, write_bins, cluster):
+    """Nor tried again by a job, until somebody deletes the note."""
+    config = write_bins(small())
+    config.run_path.mkdir(parents=True)
+    trainkit.run_lock.note_divergence(config, "step 3")
+    with pytest.raises(FloatingPointError, match="run diverged at step 3"):
+        tutorial.make_trainer(config, tutorial.train_loop_per_worker)
+    (config.run_path / "diverged.txt").unlink()
+    tutorial.make_trainer(config, tutorial.train_loop_per_worker)
 
 
 def test_what_the_cluster_lacks_is_said(tutorial, cluster, small, write_bins, capsys):

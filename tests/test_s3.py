@@ -76,7 +76,7 @@ def test_a_kill_during_an_upload(tutorial, reference, bucket, tmp_path):
     changes = {"run_name": "a run", "max_steps": 24, "storage_path": bucket, "fsdp": 2}
     config = replace(reference, **changes, max_failures=1)
 
-    loop = train_loop_of(tutorial, 0.02)
+    loop = train_loop_of(tutorial, 0.1)
     with in_the_background(tutorial.make_trainer(config, loop).fit) as finish:
         wait_for(lambda: uploads_the_second(config), pause=0.01, what="an upload")
         log = log_of(config)

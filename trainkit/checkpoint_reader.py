@@ -45,10 +45,10 @@ def start_of(config: TrainingConfig) -> epath.PathLike | None:
 
 
 def takes_weights(config: TrainingConfig) -> bool:
-    """Whether a run starts with those of `init_from`, for it has no checkpoint of its own."""
-    if not config.init_from or start_of(config):
+    """Whether a run starts with those of `init_from`, and with no checkpoint."""
+    if not config.init_from or config.branch_from:
         return False
-    return config.run_name is None or not about_newest(config.run_path)  # in s3://, too
+    return config.run_name is None or not about_newest(config.run_path)
 
 
 def about_newest(folder: epath.Path) -> dict | None:
@@ -141,7 +141,8 @@ def load_model(
     kind = files.type_name if files else "local"
     with tempfile.TemporaryDirectory() as unpacked:
         if kind == "s3":
-            s3.unpack(files, folder, Path(folder := unpacked))
+            s3.unpack(files, folder, Path(unpacked))
+            folder = unpacked
             values = orbax.metadata(folder).custom_metadata["config"]
         else:
             folder = f"gs://{folder}" if kind == "gcs" else folder

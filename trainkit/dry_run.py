@@ -86,8 +86,8 @@ def check_sharding(
         more = () if keys is None else (keys[: len(windows)],)
         return loss_fn(model, windows, traced, *more)
 
-    is_published = not checkpoint_reader.is_one(str(config.init_from))
-    is_published &= checkpoint_reader.takes_weights(config)
+    given = checkpoint_reader.takes_weights(config)
+    is_published = given and not checkpoint_reader.is_one(str(config.init_from))
 
     def trace():
         with jax.sharding.use_abstract_mesh(mesh):
