@@ -34,7 +34,7 @@ from accidents import (
 from conftest import ROOT
 from notebook_module import NOTEBOOK, load_notebook
 from orbax.checkpoint import v1 as orbax
-from samples import run_from_guide, windows_for
+from samples import block_of_guide, run_from_guide, windows_for
 
 from trainkit import documents, run_lock
 
@@ -194,10 +194,17 @@ def with_grain(tmp_path, monkeypatch):
     """The notebook with the guide's edits for batches of one's own."""
     guide = (ROOT / "docs/guide.md").read_text()
     (block,) = re.findall(r"```python\n(import grain\n.*?)```", guide, re.DOTALL)
-    (settings,) = re.findall(r"`train_loop_config=(.*)`\. Nobody", guide)
+    plain, settings = block_of_guide("recipe.compare(").splitlines()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (cell,) = [cell for cell in notebook.cells if "launch.settings(" in cell.source]
-    cell.source = cell.source.replace("launch.settings(config)", settings)
+    settings = settings.removeprefix("train_loop_config = ")
+    for old, new in (
+        ("launch.settings(config)", settings),
+        ("    return", f"    {plain}\n    return"),
+    ):
+        assert cell.source.count(old) == 1
+        cell.source = cell.source.replace(old, new)
+    cell.source = f"from trainkit import recipe\n\n{cell.source}"
     notebook.cells.append(nbformat.v4.new_code_cell(block))
     nbformat.write(notebook, tmp_path / "mine.ipynb")
     monkeypatch.setitem(sys.modules, "tutorial", sys.modules["tutorial"])
