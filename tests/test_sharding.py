@@ -13,7 +13,8 @@ from trainkit import ops
 
 PARTS = {  # parts of names, of which the first counts, and into how many each axis is cut
     **{"embedding": (32, 1), "c_proj.kernel": (8, 4), "kernel": (4, 8)},
-    **{"c_proj.bias": (1,), "ln_": (1,), "bias": (8,), "count": (), "step": ()},
+    **{"c_proj.bias": (1,), "ln_": (1,), "bias": (8,)},
+    **{"count": (), "learning_rate": (), "step": ()},
 }
 
 

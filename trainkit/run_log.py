@@ -220,17 +220,12 @@ def _is_done(metrics: dict) -> bool:
     return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined] # it has it
 
 
-def rate_of(
-    opt_state: optax.OptState, schedule: optax.Schedule
-) -> dict[str, jax.Array]:
-    """`{"learning_rate": ...}` of the next update, at the step that the optimizer has counted.
-
-    {} if it follows no schedule. `optax.MultiSteps` counts fewer steps than the loop.
-    """
-    kind = optax.ScaleByScheduleState
-    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    counts = [state.count for state in states if isinstance(state, kind)]
-    return {"learning_rate": schedule(counts[0])} if counts else {}
+def rate_of(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """`{"learning_rate": ...}` of the last update; {} without `optax.inject_hyperparams`."""
+    found = optax.tree.get_all_with_path(
+        opt_state, "learning_rate", lambda path, x: isinstance(x, jax.Array)
+    )
+    return {"learning_rate": found[0][1]} if len(found) == 1 else {}
 
 
 def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
