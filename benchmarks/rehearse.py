@@ -33,7 +33,7 @@ import ray
 import ray.train
 from ray.train import ScalingConfig, collective
 
-from trainkit import workers
+from trainkit import checkpoint_reader, workers
 from trainkit.config import TrainingConfig
 from trainkit.config_files import load_config
 
@@ -90,9 +90,11 @@ def measure(settings: dict, tutorial) -> dict:
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
+    mesh = state.step.sharding.mesh
     del state, arrays
     start = time.perf_counter()
-    jax.block_until_ready(tutorial.restore(path, like))
+    with checkpoint_reader.by_one_replica(mesh):
+        jax.block_until_ready(tutorial.restore(path, like))
     found["read"] = size / (time.perf_counter() - start)
     if ray.train.get_context().get_world_rank() == 0:  # the others wait
         alone = dataclasses.replace(config, batch_size=each, fsdp=1, tensor_parallel=1)

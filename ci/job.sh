@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the notebook, as it was last saved, as a program, without the cells that are only for
-# reading: those with the tag "aside". The second argument names the run, so that a job that is
+# Run the notebook, as it was last saved, as a program, without the cells that have the tag
+# "aside". The second argument names the run, so that a job that is
 # tried again continues it. More arguments change keys of the configuration. NOTEBOOK names another
 # notebook than README.ipynb.
 #
@@ -34,4 +34,4 @@ PYTHON
 jupyter nbconvert --to script --output-dir build --output "$2" "$notebook" \
   --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_cell_tags=aside
 export TQDM_DISABLE=1 # a bar would fill the log with lines
-PYTHONPATH=. exec python "build/$2.py"
+PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" exec python -P "build/$2.py"

@@ -1,12 +1,11 @@
-"""Mounts ROOT at PLACE as mounts of buckets behave: a folder is renamed file by file, slowly.
+"""Mounts ROOT at PLACE as mounts of buckets behave: no folder can be renamed.
 
 python bucket_mount.py ROOT PLACE
 """
 
+import errno
 import os
-import shutil
 import sys
-import time
 
 import mfusepy
 
@@ -47,16 +46,10 @@ class Bucket(mfusepy.Operations):
         os.unlink(self._below(path))
 
     def rename(self, old, new, flags=0):
-        source, target = self._below(old), self._below(new)
-        if os.path.isfile(source):
-            return os.rename(source, target)
-        for folder, _, names in sorted(os.walk(source)):
-            there = target + folder.removeprefix(source)
-            os.makedirs(there, exist_ok=True)
-            for name in sorted(names):
-                os.rename(f"{folder}/{name}", f"{there}/{name}")
-                time.sleep(0.2)
-        shutil.rmtree(source)
+        source = self._below(old)
+        if os.path.isdir(source):
+            raise mfusepy.FuseOSError(errno.ENOTSUP)
+        os.rename(source, self._below(new))
 
     def create(self, path, mode, fi=None):
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC

@@ -69,7 +69,7 @@ class GoogleStorage:
 
 @contextlib.contextmanager
 def mounted_bucket(folder: Path):
-    """A mount that renames a folder file by file; gives its place, and where its files are."""
+    """A mount that can't rename folders; gives its place, and where its files are."""
     files, place = folder / "files", folder / "mount"
     for path in (files, place):
         path.mkdir(parents=True)

@@ -475,12 +475,12 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     for create, words in (
         (
             lambda c: create_model(replace(c, n_layer=2)),
-            r"model.h.1.attn.c_proj.bias None, expected \(32,\)",
+            r"model.h.1.attn.c_proj.bias None, expected float32 \(32,\)",
         ),
-        (without_bias, r"model.h.0.mlp.c_fc.bias \(128,\), expected None"),
+        (without_bias, r"model.h.0.mlp.c_fc.bias float32 \(128,\), expected None"),
         (
             lambda c: create_model(replace(c, vocab_size=700)),
-            r"model.wte.embedding \(640, 32\), expected \(768, 32\)",
+            r"model.wte.embedding float32 \(640, 32\), expected float32 \(768, 32\)",
         ),
     ):
         with pytest.raises(ValueError, match=f"other arrays .*step_00000001.*{words}"):
@@ -497,6 +497,11 @@ def test_a_model_takes_all_of_a_checkpoint_or_nothing(
     checkpoint_reader.check_start(config, shapes())
     wider = replace(config, n_embd=64)  # of which recipe.compare names the key
     checkpoint_reader.check_start(wider, {})
+    halves = lambda c: optax.adamw(0.1, mu_dtype="bfloat16")  # noqa: E731
+    monkeypatch.setattr(tutorial, "create_optimizer", halves)
+    like = r"opt_state.0.mu.* float32 \(.*, expected bfloat16 \("
+    with pytest.raises(ValueError, match=like):
+        checkpoint_reader.check_start(config, shapes())
     monkeypatch.setattr(tutorial, "create_optimizer", lambda c: optax.sgd(0.1))
     with pytest.raises(ValueError, match="step_0.* has opt_state.1.* None"):
         checkpoint_reader.check_start(config, shapes())

@@ -40,7 +40,7 @@ def test_what_a_file_says_fits_together(tutorial, name):
     config = load_config(ROOT / "configs" / name, "storage", init_from=None)
     assert hasattr(tutorial, config.dataset) or hasattr(documents, config.dataset)
     scaling = ScalingConfig(**config.scaling)
-    for number in launch.numbers_of_devices(scaling):
+    for number in launch._numbers_of_devices(scaling):
         config.layout(number)
     kernel = "splash" if scaling.use_tpu else "cudnn" if scaling.use_gpu else "xla"
     assert config.attention == kernel

@@ -26,7 +26,9 @@ def test_a_signal_to_the_job_reaches_the_program(tmp_path):
     shutil.copytree(ROOT / "ci", tmp_path / "ci")
     keys = "run_name: other\nmax_steps: 3\nscaling: {num_workers: 1, use_gpu: true}"
     (tmp_path / "keys.yaml").write_text(keys)
-    source = "import os, pathlib, time\n"
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/random.py").write_text("error")  # of a run with that name
+    source = "import os, pathlib, random, time\n"
     source += "text = pathlib.Path(os.environ['GPT2_CONFIG']).read_text()\n"
     source += "pathlib.Path('told').write_text(f'{text} {os.getpid()}')\ntime.sleep(60)"
     cells = [nbformat.v4.new_code_cell(source), nbformat.v4.new_code_cell("error")]

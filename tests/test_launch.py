@@ -3,11 +3,13 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from ray.train import ScalingConfig
@@ -81,7 +83,21 @@ def test_a_batch_that_workers_cant_share_is_refused(small, options, changes, wor
 def test_an_elastic_run_grows_by_whole_slices():
     """Numbers of workers between them needn't divide the batch."""
     scaling = ScalingConfig(num_workers=(8, 16), **SLICE)
-    assert trainkit.launch.numbers_of_devices(scaling) == [32, 48, 64]
+    assert trainkit.launch._numbers_of_devices(scaling) == [32, 48, 64]
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [
+        ({"num_workers": 6, "use_gpu": True}, 6),
+        ({"num_workers": (4, 6), "use_gpu": True}, 1),
+        ({"num_workers": 8, **SLICE}, 16),
+        ({"num_workers": (4, 16), **SLICE}, 16),
+    ],
+)
+def test_a_state_is_sharded_within_a_slice(options, most):
+    """Over as many devices as all sizes of an elastic run share."""
+    assert trainkit.launch.most_shards(ScalingConfig(**options)) == most
 
 
 FAILS = [  # on the workers, otherwise
@@ -159,6 +175,38 @@ def test_a_table_that_is_no_parameter_is_named_before_workers_start(
     monkeypatch.setattr(tutorial, "create_model", with_table)
     with pytest.raises(ValueError, match="create_model: h.1.attn.table is an array"):
         tutorial.make_trainer(write_bins(small()), tutorial.train_loop_per_worker)
+
+
+def test_a_key_that_an_edit_no_longer_reads_is_refused(
+    tutorial, small, write_bins, cluster, monkeypatch
+):
+    config = write_bins(small(model={"alpha": 1}))
+    create_model = tutorial.create_model
+    launch = partial(tutorial.make_trainer, config, tutorial.train_loop_per_worker)
+    reads = lambda c: create_model(c) if c.model["alpha"] else None  # noqa: E731
+    monkeypatch.setattr(tutorial, "create_model", reads)
+    for _ in range(2):
+        launch()
+    monkeypatch.setattr(tutorial, "create_model", create_model)
+    with pytest.raises(ValueError, match="nor its loss has read alpha"):
+        launch()
+
+
+def test_numbers_that_a_checkpoint_would_keep_are_refused(tutorial, small, monkeypatch):
+    """A branch would go on with them."""
+    given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
+    adamw = optax.inject_hyperparams(optax.adamw)
+    for optimizer, kept in (
+        (
+            adamw(lambda count: 0.1, weight_decay=0.1),
+            "b1, b2, eps, eps_root, weight_decay",
+        ),
+        (optax.inject_hyperparams(optax.sgd)(0.1), "learning_rate"),
+    ):
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+        monkeypatch.setattr(tutorial, "create_optimizer", lambda c, o=clipped: o)
+        with pytest.raises(ValueError, match=f"inject_hyperparams keeps {kept} in"):
+            trainkit.dry_run.check_sharding(small(), 1, *given)
 
 
 def test_the_launch_compares_tokens_with_what_it_launches(small, write_bins):

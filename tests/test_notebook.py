@@ -196,7 +196,7 @@ def test_a_run_continues_on_another_mesh_if_there_is_one(
     names["make_trainer"] = lambda config, loop: config
 
     def fit(config):
-        for number in tutorial.launch.numbers_of_devices(ScalingConfig(**run.scaling)):
+        for number in tutorial.launch._numbers_of_devices(ScalingConfig(**run.scaling)):
             replace(config, eval_windows=12).layout(number)
         return SimpleNamespace(metrics={"step": config.max_steps})
 

@@ -1,5 +1,8 @@
 """Paths, and folders that are whole or not there."""
 
+import os
+
+import places
 import pytest
 from samples import python
 
@@ -31,6 +34,29 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="not empty"):
         make("val.bin")
     assert [path.name for path in folder.iterdir()] == ["train.bin"]
+
+
+def test_no_folder_is_renamed(tmp_path, monkeypatch):
+    """Which mounts of buckets may refuse. An empty folder may be there."""
+    rename = os.rename
+
+    def of_files(source, target):
+        assert not os.path.isdir(source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", of_files)
+    (tmp_path / "data").mkdir()
+    with paths.new_folder(tmp_path / "data") as new:
+        (new / "train.bin").touch()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "data", tmp_path / "data/train.bin"]
+
+
+@pytest.mark.extra
+def test_a_folder_in_a_mounted_bucket(tmp_path):
+    with places.mounted_bucket(tmp_path) as (mount, files):
+        with paths.new_folder(mount / "data") as new:
+            (new / "train.bin").write_text("tokens")
+        assert [*files.rglob("*")] == [files / "data", files / "data/train.bin"]
 
 
 def test_a_link_to_another_disk_stays_one(tmp_path):

@@ -52,7 +52,7 @@ def test_other_devices_than_tpus_are_of_one_slice():
 def test_optimizers_of_another_form_and_models_that_say_their_own(
     tutorial, small, monkeypatch
 ):
-    """Adafactor's factored moments have a parameter's name, and fewer axes: they are whole."""
+    """A kernel's moments by Adafactor have its name, and fewer axes: they are whole."""
     mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
     monkeypatch.setattr(
         tutorial, "create_optimizer", lambda config: optax.adafactor(1e-3)

@@ -1,6 +1,8 @@
 """examples/survive.py, the page's steps 1 and 2 as one file, in an empty folder."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -162,7 +164,7 @@ def test_two_launches_at_once_where_nothing_locks(tmp_path):
     """Killed after some steps, they leave checkpoints that all load. A third one continues
     from the newest, and its losses are those of a run that nothing has happened to.
     """
-    edits = ('if "://" in place', "if True"), ("sleep(0.05)", "sleep(0.2)")
+    edits = ('if "://" in path', "if True"), ("sleep(0.05)", "sleep(0.2)")
     (tmp_path / "mine.py").write_text(program(tmp_path, *edits))
     run = tmp_path / "storage/my-run"
     with launched(tmp_path) as (_, first), launched(tmp_path) as (_, second):
@@ -193,9 +195,11 @@ class Trainer:
 def test_a_second_launch_is_refused(tutorial, tmp_path, monkeypatch):
     """Before Ray's controller reads what the first one will change."""
     wait = 150
-    monkeypatch.setattr(
-        tutorial, "FileLock", lambda place, timeout: filelock.FileLock(place, wait)
-    )
+
+    def file_lock(place, timeout, **options):
+        return filelock.FileLock(place, wait, **options)
+
+    monkeypatch.setattr(tutorial, "FileLock", file_lock)
     trainer, place = Trainer(tmp_path), str(tmp_path / "run/launch.lock")
     with filelock.FileLock(place):
         wait = 0.1
@@ -204,6 +208,14 @@ def test_a_second_launch_is_refused(tutorial, tmp_path, monkeypatch):
     assert not trainer.fitted
     tutorial.fit(trainer)
     tutorial.fit(trainer)  # the lock ends with a launch
+    assert trainer.fitted == 2
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)  # no file that would outlive its node
+    with pytest.raises(OSError, match="no locks"):
+        tutorial.fit(trainer)
     assert trainer.fitted == 2
 
 

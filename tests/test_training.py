@@ -54,6 +54,7 @@ def test_the_rate_is_that_of_the_optimizer(tutorial, small, monkeypatch):
         (several.gradient_transformation(), [float(schedule(0))] * 3),
         (other(lambda count: 0.5**count), [1, 0.5, 0.25]),
         (optax.adamw(schedule), [None] * 3),
+        (optax.chain(other(schedule), other(schedule)), [None] * 3),
     ):
         jax.clear_caches()
         monkeypatch.setattr(tutorial, "create_optimizer", lambda c, o=optimizer: o)

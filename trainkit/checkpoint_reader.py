@@ -4,11 +4,12 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 from etils import epath
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
@@ -161,20 +162,22 @@ def _load(folder, model, named, sharding_of, context) -> nnx.Module:
         f"model.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
         for name, x in named(model).items()
     }
-    _compare(folder, {name: x.shape for name, x in abstract.items()}, "model.")
+    _compare(folder, abstract, "model.")
     context.pytree.loading.partial_load = True
     with context:
         arrays = orbax.load(folder, abstract)
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[n] for n in abstract])
 
 
-def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_start(
+    config: TrainingConfig, arrays: dict[str, jax.ShapeDtypeStruct]
+) -> None:
     """Refuse a state that a run's start can't take from its checkpoint as a whole.
 
     If keys of the shape differ, `recipe.compare` names them, which says more.
 
     Args:
-        shapes: those of the state's arrays, by name.
+        arrays: the state's, by name.
 
     Raises:
         ValueError: which arrays only the checkpoint has, or only the state.
@@ -182,18 +185,25 @@ def check_start(config: TrainingConfig, shapes: dict[str, tuple[int, ...]]) -> N
     if path := start_of(config):
         saved = about("branch_from, run_name", str(path))["config"]
         if all(saved.get(x, {}) == getattr(config, x) for x in SHAPE):
-            _compare(str(path), shapes)
+            _compare(str(path), arrays)
     elif takes_weights(config) and is_one(str(config.init_from)):
-        weights = {name: x for name, x in shapes.items() if name.startswith("model.")}
+        weights = {name: x for name, x in arrays.items() if name.startswith("model.")}
         _compare(str(config.init_from), weights, "model.")
 
 
-def _compare(folder: str, here: dict[str, tuple], part: str = "") -> None:
-    """Refuse arrays that would take only some of those in a checkpoint that begin so."""
+def _compare(folder: str, arrays: Mapping, part: str = "") -> None:
+    """Refuse arrays that would take only some of those in a checkpoint that begin so.
+
+    Orbax would also convert numbers of another dtype.
+    """
     stored = orbax.metadata(folder).metadata
-    saved = {name: x.shape for name, x in stored.items() if name.startswith(part)}
-    if others := huggingface.differences(saved, here):
+    saved = {name: x for name, x in stored.items() if name.startswith(part)}
+    if others := huggingface.differences(_forms(saved), _forms(arrays)):
         raise ValueError(
-            f"create_state, create_model: they make other arrays than {folder}, which has "
-            f"{others}"
+            f"create_model, create_optimizer: they make other arrays than {folder}, which "
+            f"has {others}"
         )
+
+
+def _forms(arrays: Mapping) -> dict[str, str]:
+    return {name: f"{np.dtype(x.dtype)} {x.shape}" for name, x in arrays.items()}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
@@ -46,22 +47,42 @@ def check_parameters(model: nnx.Module) -> None:
             )
 
 
+def check_optimizer(opt_state: optax.OptState) -> None:
+    """Refuse numbers that `optax.inject_hyperparams` would take from a checkpoint.
+
+    A branch would go on with them, whatever its configuration says.
+
+    Raises:
+        ValueError: an argument is no schedule.
+    """
+    kept, scheduled = (
+        {name for _, x in optax.tree.get_all_with_path(opt_state, key) for name in x}
+        for key in ("hyperparams", "hyperparams_states")
+    )
+    if numbers := kept - scheduled:
+        raise ValueError(
+            f"create_optimizer: inject_hyperparams keeps {', '.join(sorted(numbers))} in "
+            "checkpoints, so no branch could change it: expected schedules only, and numbers "
+            "inside of the function, as in clipped_adamw"
+        )
+
+
 def check_sharding(
     config: TrainingConfig,
     devices: int,
     create_state: Callable,
     abstract_state: Callable,
     loss_fn: Callable,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Refuse what would fail on so many devices, without one of them.
 
     Returns:
-        the shapes of the state's arrays by name.
+        the state's arrays by name, as shapes and dtypes.
 
     Raises:
         ValueError: an array's axis isn't divisible by the axes of the mesh that shard it, a
-            kernel doesn't take the configuration, a key of `model` isn't used, or `init_from`
-            is another kind of model.
+            kernel doesn't take the configuration, a key of `model` isn't used, `init_from` is
+            another kind of model, or as `check_parameters` and `check_optimizer`.
         Exception: what the loss raises when it is traced.
     """
     if config.attention == "splash" and config.block_size % ops.SPLASH_BLOCK:
@@ -93,27 +114,30 @@ def check_sharding(
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(lambda: check_parameters(create_state(traced).model))
             state = abstract_state(traced, mesh)
-            shapes = _check_shards(state, mesh)
+            check_optimizer(state.opt_state)
+            arrays = _check_shards(state, mesh)
             jax.eval_shape(loss, state.model, windows)
             if is_published:
                 huggingface.check(config, state.model)
-        return shapes
+        return arrays
 
     with ThreadPoolExecutor() as pool:  # a thread has no other mesh set
-        shapes = pool.submit(trace).result()
+        arrays = pool.submit(trace).result()
     if unread := traced.model.keys() - traced.model.read:  # type: ignore[attr-defined]
         raise ValueError(
             f"model: neither the model nor its loss has read {', '.join(sorted(unread))}"
         )
-    return shapes
+    return arrays
 
 
-def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+def _check_shards(
+    state: NamedTuple, mesh: AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    arrays = {}
     for path, x in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         name = name.removesuffix(".value")
-        shapes[name] = x.shape
+        arrays[name] = x
         try:
             x.sharding.shard_shape(x.shape)
         except ValueError as error:
@@ -122,4 +146,4 @@ def _check_shards(state: NamedTuple, mesh: AbstractMesh) -> dict[str, tuple[int,
                 f"{x.sharding.spec} on a mesh of {' x '.join(map(str, mesh.axis_sizes))}: "
                 f"{error}"
             ) from None
-    return shapes
+    return arrays

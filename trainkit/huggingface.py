@@ -172,10 +172,11 @@ _HEAD = "lm_head.weight"  # of every kind; a file may have it where it is the em
 
 
 def differences(found: dict, expected: dict) -> str:
-    """The first shapes that aren't as expected, by name; "" if all are."""
+    """The first, by name, that aren't as expected; "" if all are."""
     names = sorted({name for name, _ in found.items() ^ expected.items()})
-    shapes = (f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3])
-    return "; ".join(shapes)
+    return "; ".join(
+        f"{n} {found.get(n)}, expected {expected.get(n)}" for n in names[:3]
+    )
 
 
 def _to_hugging_face(model: nnx.Module) -> tuple[dict[str, Any], dict[str, jax.Array]]:

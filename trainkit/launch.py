@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import ray
 from ray.train.v2.api.config import ScalingConfig
 
@@ -48,15 +49,17 @@ def check(
     needs = {"cudnn": "use_gpu", "splash": "use_tpu"}.get(config.attention)
     if needs and not getattr(scaling, needs):
         raise ValueError(f"attention: {config.attention} needs {needs} in scaling")
-    devices = numbers_of_devices(scaling)
+    devices = _numbers_of_devices(scaling)
     _check_slices(config, scaling)
     for number in devices:
         config.layout(number)
+    jax.clear_caches()  # forget what was traced before an edit
+    config.model.read.clear()  # type: ignore[attr-defined]
     for number in devices:
-        shapes = dry_run.check_sharding(
+        arrays = dry_run.check_sharding(
             config, number, create_state, abstract_state, loss_fn
         )
-    checkpoint_reader.check_start(config, shapes)
+    checkpoint_reader.check_start(config, arrays)
     _compare_with_cluster(scaling)
     run_lock.wait_for_workers(config)
 
@@ -164,26 +167,32 @@ def _check_tokens(config: TrainingConfig) -> dict:
     return manifest
 
 
-def numbers_of_devices(scaling: ScalingConfig) -> list[int]:
+def most_shards(scaling: ScalingConfig) -> int:
+    """The largest `fsdp * tensor_parallel` that all numbers of workers, and a slice, allow."""
+    return math.gcd(*_numbers_of_devices(scaling), _chips_of_slice(scaling))
+
+
+def _chips_of_slice(scaling: ScalingConfig) -> int:
+    """0 for devices that aren't in TPU slices."""
+    topology = scaling.topology
+    return math.prod(map(int, topology.split("x"))) if topology else 0
+
+
+def _numbers_of_devices(scaling: ScalingConfig) -> list[int]:
     """That the workers may have in all: several, if their number is a range."""
     if scaling.max_workers < 1:
         raise ValueError(
             f"num_workers: expected 1 or more, found {scaling.num_workers}"
         )
     each = max(1, scaling.num_gpus_per_worker, scaling.num_tpus_per_worker)
-    step = 1
-    if scaling.topology:  # whole TPU slices
-        step = math.prod(map(int, scaling.topology.split("x"))) // each
-    numbers = range(scaling.min_workers, scaling.max_workers + 1, max(1, int(step)))
+    step = max(1, int(_chips_of_slice(scaling) // each))  # whole TPU slices
+    numbers = range(scaling.min_workers, scaling.max_workers + 1, step)
     return [int(workers * each) for workers in numbers]
 
 
 def _check_slices(config: TrainingConfig, scaling: ScalingConfig) -> None:
     """Refuse what would need the slower network between TPU slices, which only `data` uses."""
-    if not scaling.topology:
-        return
-    chips = math.prod(map(int, scaling.topology.split("x")))
-    model = config.fsdp * config.tensor_parallel
+    chips, model = _chips_of_slice(scaling), config.fsdp * config.tensor_parallel
     if chips % model:
         raise ValueError(
             f"fsdp x tensor_parallel is {model}: expected a divisor of the {chips} chips of a "

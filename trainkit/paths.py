@@ -41,9 +41,10 @@ def path_or_name(name: str) -> str:
 
 @contextlib.contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `folder` if all goes well.
+    """A folder to write files in, which move to `folder` if all goes well.
 
-    An error leaves nothing, and a killed process no more than a folder NAME.partial-*.
+    An error leaves nothing, and a killed process no more than a folder NAME.partial-*. Files
+    move one by one, by name, because mounts of buckets may not rename a folder.
 
     Raises:
         OSError: `folder` is there and has files, or the disk is full.
@@ -53,7 +54,12 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        partial.rename(folder)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
+        folder.mkdir()
+        for path in sorted(partial.iterdir()):
+            path.rename(folder / path.name)
+        partial.rmdir()
     except BaseException as error:
         shutil.rmtree(partial)
         error.add_note(f"{folder} wasn't written.")

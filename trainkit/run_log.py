@@ -221,11 +221,12 @@ def _is_done(metrics: dict) -> bool:
 
 
 def rate_of(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """`{"learning_rate": ...}` of the last update; {} without `optax.inject_hyperparams`."""
+    """`{"learning_rate": ...}` of the last update, if `optax.inject_hyperparams` keeps one."""
     found = optax.tree.get_all_with_path(
-        opt_state, "learning_rate", lambda path, x: isinstance(x, jax.Array)
+        opt_state, "learning_rate", lambda _, x: isinstance(x, jax.Array)
     )
-    return {"learning_rate": found[0][1]} if len(found) == 1 else {}
+    rates = [rate for _, rate in found]
+    return {"learning_rate": rates[0]} if len(rates) == 1 else {}
 
 
 def flops_per_token(config: TrainingConfig, arrays: Mapping) -> int:
