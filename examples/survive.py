@@ -203,7 +203,8 @@ def fit(trainer: JaxTrainer) -> ray.train.Result:
     """Train, unless another launch has the run. A bucket has no locks."""
     path = f"{trainer.run_config.storage_path}/{trainer.run_config.name}/launch.lock"
     assert ("s3://" in path) == save.__module__.endswith("s3"), f"wrong save: {path}"
-    with nullcontext() if "://" in path else FileLock(path, timeout=150):
+    lock = FileLock(path, timeout=150, fallback_to_soft=False)
+    with nullcontext() if "://" in path else lock:
         result = trainer.fit()
     if (diverged := Path(path).with_name("diverged.txt")).exists():
         raise FloatingPointError(diverged.read_text())
