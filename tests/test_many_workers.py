@@ -24,6 +24,7 @@ def add_node(head, tmp_path, monkeypatch):
     """
     (tmp_path / "counts").mkdir()
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")  # list_tasks asks the head
 
     def add(name: str):
         folder = tmp_path / name
