@@ -105,6 +105,21 @@ def test_a_line_is_appended(small):
     assert files[0] != files[1] == files[2] == files[3]
 
 
+def test_a_log_that_cannot_be_read_is_not_begun_anew(small):
+    """Storage may fail for a moment, as a run starts again."""
+    config = small()
+    config.run_path.mkdir(parents=True)
+    path = config.run_path / "metrics.jsonl"
+    os.symlink(path, path)  # an OSError
+
+    def loop() -> None:
+        with pytest.raises(OSError, match="symbolic links"):
+            run_log.RunLog(settings_of(config), at_step(0)).__enter__()
+
+    as_worker(loop)
+    assert os.path.islink(path)
+
+
 def test_a_bucket_has_all_lines_at_the_end(small, monkeypatch):
     """An object can't grow: it is written anew at a save, and when the loop ends."""
     monkeypatch.setattr(run_log.paths, "is_object_store", lambda place: True)

@@ -29,6 +29,7 @@ from etils import epath
 from moto.server import ThreadedMotoServer
 from orbax.checkpoint import v1 as orbax
 from pyarrow import fs
+from ray.train import collective
 from samples import python
 
 from trainkit import checkpoint_reader, s3
@@ -130,11 +131,15 @@ def test_an_upload_is_tried_again(bucket, monkeypatch):
 
 
 def test_a_checkpoint_of_which_ray_isnt_told(bucket, monkeypatch):
-    """It is uploaded, and is the newest."""
+    """It is uploaded to the first worker's folder, and is the newest."""
     monkeypatch.setattr(ray.train, "report", None)
     folder, numbers = epath.Path(bucket) / "run", {"x": jnp.arange(3.0)}
-    as_worker(lambda: s3.save(folder, numbers, 8, None).result())
+    name = "step_00000008_1_12345678"
+    with monkeypatch.context() as patch:
+        patch.setattr(collective, "broadcast_from_rank_zero", lambda own: name)
+        as_worker(lambda: s3.save(folder, numbers, 8, None).result())
     path = as_worker(lambda: s3.newest(folder))
+    assert path.name == name
     np.testing.assert_array_equal(orbax.load(path, numbers)["x"], numbers["x"])
 
 
