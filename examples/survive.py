@@ -97,7 +97,7 @@ def save(folder: Path, arrays: dict, step: int, metrics: dict | None, about=None
 
     def wait_until_written(checkpoint, name):
         saving.result()
-        checkpoint.filesystem.create_dir(checkpoint.path)  # in gs://, Ray looks for one
+        checkpoint.filesystem.create_dir(checkpoint.path)  # for deletion in gs://
         return checkpoint
 
     ray.train.report(
