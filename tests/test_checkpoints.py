@@ -271,8 +271,13 @@ def test_the_loop_of_step_2_is_guarded_and_waits(
 
     monkeypatch.setattr(tutorial, "save", note)
     monkeypatch.setattr(tutorial, "optimizer", optax.sgd(0.2), raising=False)
+
+    def dump_traceback_later(seconds, exit):
+        assert (seconds, exit) == (600, True)
+        events.append("guard")
+
     guard = SimpleNamespace(
-        dump_traceback_later=lambda seconds, exit: events.append("guard"),
+        dump_traceback_later=dump_traceback_later,
         cancel_dump_traceback_later=lambda: events.append("end"),
     )
     monkeypatch.setattr(tutorial, "faulthandler", guard)
@@ -585,6 +590,9 @@ def test_a_run_in_a_bucket_needs_no_weights_once_it_has_checkpoints(
     for own, expected in ((None, True), ({"config": {}}, False)):
         monkeypatch.setattr(s3, "about", lambda folder, own=own: own)
         assert checkpoint_reader.takes_weights(run) == expected
+    branch = replace(run, branch_from="/parent")  # which has the weights
+    monkeypatch.setattr(s3, "about", lambda folder: None)
+    assert not checkpoint_reader.takes_weights(branch)
 
 
 def test_of_a_bucket_only_whole_checkpoints_count(

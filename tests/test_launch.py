@@ -38,6 +38,12 @@ def test_environment_of_a_worker(small, tmp_path, monkeypatch, platform, options
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/elsewhere"
     assert found["JAX_ENABLE_COMPILATION_CACHE"] == str(platform != "cpu")
     assert found["grpc_proxy"] == ""
+    for name, value in (
+        ("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "true"),
+        ("JAX_THREEFRY_GPU_KERNEL_LOWERING", "true"),
+        ("JAX_OPTIMIZATION_LEVEL", "O1"),
+    ):
+        assert found.get(name) == (value if platform == "cuda" else None)
     assert found.pop("JAX_PLATFORM_NAME") == ""  # the driver's could say another one
     options = {name.lower() for name in found if name.startswith("JAX_")}
     assert {name for name in options if not hasattr(jax.config, name)} == set()

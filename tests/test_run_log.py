@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+import ray.train
 from accidents import as_worker, in_the_background, last_step, log_of, wait_for
 from samples import python, run_from_guide
 
@@ -103,6 +104,15 @@ def test_a_line_is_appended(small):
     assert [line["step"] for line in log_of(config)] == [1, 2]
     files.append(os.stat(config.run_path / "metrics.jsonl").st_ino)
     assert files[0] != files[1] == files[2] == files[3]
+
+
+def test_each_worker_leaves_a_run_that_has_diverged(small, monkeypatch):
+    """Also those that write no lines, or they would wait for the first one."""
+    other = SimpleNamespace(get_world_rank=lambda: 1)
+    monkeypatch.setattr(ray.train, "get_context", lambda: other)
+    with run_log.RunLog(settings_of(small()), at_step(0)) as log:
+        log.add(1, {"loss": math.nan}, True)
+    assert log.diverged
 
 
 def test_a_log_that_cannot_be_read_is_not_begun_anew(small):

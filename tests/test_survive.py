@@ -197,6 +197,7 @@ def test_a_second_launch_is_refused(tutorial, tmp_path, monkeypatch):
     wait = 150
 
     def file_lock(place, timeout, **options):
+        assert timeout == 150  # for how long NFS may keep a dead node's lock
         return filelock.FileLock(place, wait, **options)
 
     monkeypatch.setattr(tutorial, "FileLock", file_lock)
@@ -232,6 +233,7 @@ def test_what_saves_elsewhere_is_refused_before_workers_start(
 ):
     """Orbax can't write to `s3://`, and what can is for nothing else."""
     monkeypatch.setattr(tutorial, "Path", lambda place: tmp_path / "file")  # no network
+    monkeypatch.chdir(tmp_path)
     for place in ("gs://bucket", tmp_path):
         tutorial.fit(Trainer(place))
     wrong = Trainer("s3://bucket")
@@ -243,4 +245,4 @@ def test_what_saves_elsewhere_is_refused_before_workers_start(
         wrong.storage_path = str(place)
         with pytest.raises(AssertionError, match="wrong save"):
             tutorial.fit(wrong)
-    assert not wrong.fitted
+    assert not wrong.fitted and not [*tmp_path.glob("*:")]  # no lock of a bucket
