@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Run the notebook, as it was last saved, as a program, without the cells that have the tag
-# "aside". The second argument names the run, so that a job that is
-# tried again continues it. More arguments change keys of the configuration. NOTEBOOK names another
-# notebook than README.ipynb.
+# "aside". The second argument names the run, so that a job that is tried again continues it. More
+# arguments change keys of the configuration. NOTEBOOK names another notebook than README.ipynb.
 #
 #     bash ci/job.sh configs/gpt2-124m.yaml my-run scaling.num_workers=8 max_steps=1000
 set -euo pipefail

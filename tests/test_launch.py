@@ -201,6 +201,8 @@ def test_a_key_that_an_edit_no_longer_reads_is_refused(
 def test_numbers_that_a_checkpoint_would_keep_are_refused(tutorial, small, monkeypatch):
     """A branch would go on with them."""
     given = tutorial.create_state, tutorial.abstract_state, tutorial.loss_fn
+    rate = optax.inject_hyperparams(lambda learning_rate: optax.sgd(learning_rate))
+    scheduled = rate(lambda count: 0.1)
     adamw = optax.inject_hyperparams(optax.adamw)
     for optimizer, kept in (
         (
@@ -209,7 +211,7 @@ def test_numbers_that_a_checkpoint_would_keep_are_refused(tutorial, small, monke
         ),
         (optax.inject_hyperparams(optax.sgd)(0.1), "learning_rate"),
     ):
-        clipped = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+        clipped = optax.chain(scheduled, optimizer)
         monkeypatch.setattr(tutorial, "create_optimizer", lambda c, o=clipped: o)
         with pytest.raises(ValueError, match=f"inject_hyperparams keeps {kept} in"):
             trainkit.dry_run.check_sharding(small(), 1, *given)

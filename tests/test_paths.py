@@ -48,7 +48,17 @@ def test_no_folder_is_renamed(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     with paths.new_folder(tmp_path / "data") as new:
         (new / "train.bin").touch()
-    assert [*tmp_path.rglob("*")] == [tmp_path / "data", tmp_path / "data/train.bin"]
+    whole = [tmp_path / "data", tmp_path / "data/train.bin"]
+    assert [*tmp_path.rglob("*")] == whole
+
+    def fail(source, target):
+        of_files(source, target)
+        raise OSError("a lost connection")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="lost"), paths.new_folder(tmp_path / "b") as new:
+        (new / "train.bin").touch()
+    assert [*tmp_path.rglob("*")] == whole
 
 
 @pytest.mark.extra

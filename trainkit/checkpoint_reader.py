@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
 from etils import epath
 from flax import nnx
 from orbax.checkpoint import v1 as orbax
@@ -206,4 +205,4 @@ def _compare(folder: str, arrays: Mapping, part: str = "") -> None:
 
 
 def _forms(arrays: Mapping) -> dict[str, str]:
-    return {name: f"{np.dtype(x.dtype)} {x.shape}" for name, x in arrays.items()}
+    return {name: f"{x.dtype} {x.shape}" for name, x in arrays.items()}

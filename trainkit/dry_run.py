@@ -56,10 +56,11 @@ def check_optimizer(opt_state: optax.OptState) -> None:
         ValueError: an argument is no schedule.
     """
     kept, scheduled = (
-        {name for _, x in optax.tree.get_all_with_path(opt_state, key) for name in x}
+        [found for _, found in optax.tree.get_all_with_path(opt_state, key)]
         for key in ("hyperparams", "hyperparams_states")
     )
-    if numbers := kept - scheduled:
+    numbers = {x for a, b in zip(kept, scheduled, strict=True) for x in a.keys() - b}
+    if numbers:
         raise ValueError(
             f"create_optimizer: inject_hyperparams keeps {', '.join(sorted(numbers))} in "
             "checkpoints, so no branch could change it: expected schedules only, and numbers "

@@ -43,8 +43,8 @@ def path_or_name(name: str) -> str:
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A folder to write files in, which move to `folder` if all goes well.
 
-    An error leaves nothing, and a killed process no more than a folder NAME.partial-*. Files
-    move one by one, by name, because mounts of buckets may not rename a folder.
+    An error leaves nothing, and a killed process a folder NAME.partial-*. Files move one by
+    one, by name, because mounts of buckets may not rename a folder. A kill then leaves some.
 
     Raises:
         OSError: `folder` is there and has files, or the disk is full.
@@ -52,15 +52,18 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder).resolve()  # a link stays one
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir(parents=True)
+    made = [partial]
     try:
         yield partial
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()
         folder.mkdir()
+        made.append(folder)
         for path in sorted(partial.iterdir()):
             path.rename(folder / path.name)
         partial.rmdir()
     except BaseException as error:
-        shutil.rmtree(partial)
+        for path in made:
+            shutil.rmtree(path)
         error.add_note(f"{folder} wasn't written.")
         raise
